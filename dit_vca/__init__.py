@@ -1,0 +1,8 @@
+"""Diffusion and flow transformers with pluggable attention."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+try:
+    __version__ = version("dit-vca")
+except PackageNotFoundError:  # a source tree that was not installed
+    __version__ = "0+unknown"

@@ -1,0 +1,5 @@
+"""Backbones by name."""
+
+from .dit import DiT
+
+BACKBONES = {"dit": DiT}

@@ -1,0 +1,46 @@
+"""Writing files whole or not at all, and what else every part asks of the system."""
+
+import hashlib
+import os
+from pathlib import Path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write through a temporary file in the same folder, synced and renamed."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make the renames in a folder durable; does nothing where folders cannot be opened (Windows)."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_file(path: Path) -> None:
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+
+
+def available_cores() -> int:
+    """The number of CPU cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def sha256_of_file(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def cache_folder(kind: str) -> Path:
+    """This project's folder for a kind of cached file: $XDG_CACHE_HOME/dit-vca/kind, by default under ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dit-vca" / kind

@@ -1,0 +1,70 @@
+"""Named recipes: a grammar over tables, `demo[-ddpm][-ATTENTION]` and `{dit|sit}-{s|b|l|xl}{2|4|8}[-512]-ATTENTION`."""
+
+import re
+from dataclasses import replace
+
+from .attention import ATTENTION
+from .config import AttentionConfig, Config, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig, TrainConfig
+
+# DiT, Table 1 (Peebles and Xie 2023): width, depth, heads; xs is for small images.
+SIZES = {
+    "xs": {"dim": 128, "depth": 6, "num_heads": 4},
+    "s": {"dim": 384, "depth": 12, "num_heads": 6},
+    "b": {"dim": 768, "depth": 12, "num_heads": 12},
+    "l": {"dim": 1024, "depth": 24, "num_heads": 16},
+    "xl": {"dim": 1152, "depth": 28, "num_heads": 16},
+}
+
+DDPM = ObjectiveConfig(path="ddpm", target="eps", learn_variance=True)
+FLOW = ObjectiveConfig(path="linear", target="v")
+SIT = ObjectiveConfig(path="linear", target="v", time_scale=1.0, data_at_1=True)
+
+_ATTENTION = "|".join(ATTENTION)
+_DEMO = re.compile(rf"demo(?P<ddpm>-ddpm)?(-(?P<attention>{_ATTENTION}))?")
+_IMAGENET = re.compile(rf"(?P<family>dit|sit)-(?P<size>s|b|l|xl)(?P<patch>2|4|8)(?P<large>-512)?-(?P<attention>{_ATTENTION})")
+
+
+def preset(name: str) -> Config:
+    """The recipe of that name; ValueError says what names there are."""
+    if match := _DEMO.fullmatch(name):
+        return _demo(name, ddpm=match["ddpm"] is not None, attention=match["attention"] or "vca")
+    if match := _IMAGENET.fullmatch(name):
+        return _imagenet(name, **match.groupdict())
+    raise ValueError(
+        f"unknown preset {name!r}; there is demo[-ddpm][-ATTENTION] and {{dit|sit}}-{{s|b|l|xl}}{{2|4|8}}[-512]-ATTENTION "
+        f"with ATTENTION one of {', '.join(ATTENTION)}"
+    )
+
+
+def _demo(name: str, *, ddpm: bool, attention: str) -> Config:
+    """Fashion-MNIST in the latents of the embedded VAE, on a CPU; docs/demo.md has the time and the scores measured."""
+    options = {"pool": 4} if attention == "vca" else {}
+    return Config(
+        preset=name,
+        model=ModelConfig(
+            **SIZES["xs"], patch_size=2, learn_sigma=ddpm, attention=AttentionConfig(attention, options)
+        ),
+        objective=DDPM if ddpm else FLOW,
+        train=TrainConfig(
+            steps=600, batch_size=64, lr=1e-3, betas=(0.9, 0.99), warmup_steps=50, schedule="cosine", ema_decay=0.99,
+            save_every=300, log_every=20,
+        ),
+        sample=SampleConfig(sampler="ddim", num_steps=25, guidance=1.5) if ddpm
+        else SampleConfig(sampler="euler", num_steps=25, guidance=1.5),
+    )  # fmt: skip
+
+
+def _imagenet(name: str, *, family: str, size: str, patch: str, large: str | None, attention: str) -> Config:
+    """The training recipe of DiT and SiT: AdamW, constant learning rate 1e-4, batch 256, EMA 0.9999, horizontal flips.
+
+    Networks have 2C outputs in both families, as the published weights do. Not verified here: these runs need GPUs.
+    """
+    ddpm = family == "dit"
+    return Config(
+        preset=name,
+        model=ModelConfig(**SIZES[size], patch_size=int(patch), learn_sigma=True, attention=AttentionConfig(attention)),
+        objective=DDPM if ddpm else SIT,
+        data=DataConfig(name=None, image_size=512 if large else 256, flip=True),
+        train=replace(TrainConfig(), clip_grad=0.0),
+        sample=SampleConfig(sampler="ancestral" if ddpm else "euler", num_steps=250, guidance=1.0, guidance_channels=3),
+    )

@@ -1,0 +1,272 @@
+"""Sampling with a trained model: labels and image indices in, uint8 images out; and a whole archive of them.
+
+A row's last bits change with the shape of the batch it is computed in, so network and VAE always see tiles of one
+size, the last one padded; then image i is a function of (seed, i, label, sampler) alone.
+"""
+
+import inspect
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from samplers import SAMPLERS, guided
+from samplers.noise import ImageNoise, keyed_generator
+
+from .config import SampleConfig, to_dict
+from .data.archive import ImageArchive, read_images, sidecar
+from .files import available_cores, sha256_of_file, write_text
+from .objectives import Objective
+from .processes import start_processes
+from .runs import RunFolder, Weights, open_model
+from .vae import Codec, open_codec
+
+DEFAULT_TILE = 64
+
+
+def check_sampling(config: SampleConfig, objective: Objective, num_classes: int) -> None:
+    """ValueError if these settings cannot be used with this model."""
+    if config.sampler not in SAMPLERS:
+        raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {config.sampler!r}")
+    discrete = objective.path.schedule(1).coefficients.d_alpha is None
+    if discrete and config.sampler in ("euler", "heun"):
+        raise ValueError(f"sampler {config.sampler} follows a velocity, which path ddpm does not have; use ancestral or ddim")
+    if config.guidance != 1 and not num_classes:
+        raise ValueError(
+            f"guidance {config.guidance} needs a conditional model; this one was trained without classes: use --guidance 1"
+        )
+    if config.eta and config.sampler != "ddim":
+        raise ValueError(f"eta is an option of sampler ddim, not of {config.sampler}")
+    low, high = config.interval
+    if not 0 <= low <= high <= 1:
+        raise ValueError(f"interval must satisfy 0 <= low <= high <= 1, got {list(config.interval)}")
+    objective.path.schedule(config.num_steps)
+
+
+def balanced_labels(num: int, num_classes: int) -> Tensor:
+    """Labels i mod num_classes, (num,) int64: every class equally often up to one image; zeros without classes."""
+    return torch.arange(num) % max(num_classes, 1)
+
+
+def random_labels(num: int, num_classes: int, seed: int) -> Tensor:
+    """Uniform labels, (num,) int64; label i is a function of (seed, i)."""
+    return torch.tensor([int(keyed_generator(seed, "image_label", i).integers(max(num_classes, 1))) for i in range(num)])
+
+
+def sample_latents(network: nn.Module, objective: Objective, config: SampleConfig, labels: Tensor, noise: ImageNoise) -> Tensor:
+    """Latents (B, C, h, w) of one tile; the network is on the device, the noise comes from the host."""
+    device = next(network.parameters()).device
+    y = labels.to(device)
+
+    def denoise_y(x, t, y):
+        return objective.predict(network, x, t, y)
+
+    if config.guidance == 1 or network.null_class is None:
+
+        def denoise(x, t):
+            return denoise_y(x, t, y)
+
+    else:
+        denoise = guided(
+            denoise_y, y, null=network.null_class, scale=config.guidance, interval=config.interval,
+            channels=config.guidance_channels,
+        )  # fmt: skip
+    sampler = SAMPLERS[config.sampler]
+    accepted = inspect.signature(sampler).parameters
+    options = {"randn_like": noise.randn_like, "eta": config.eta}
+    options = {name: value for name, value in options.items() if name in accepted}
+    return sampler(denoise, noise.initial().to(device), objective.path.schedule(config.num_steps), **options)
+
+
+@torch.inference_mode()
+def generate_tile(
+    network: nn.Module, objective: Objective, codec: Codec, config: SampleConfig, *,
+    indices: Sequence[int], labels: Tensor, seed: int, tile: int,
+) -> Tensor:  # fmt: skip
+    """Images uint8 (len(indices), S, S, 3) of at most `tile` indices, computed in a batch of exactly `tile`."""
+    count = len(indices)
+    padded = [*indices, *([indices[-1]] * (tile - count))]
+    padded_labels = torch.cat([labels, labels[-1:].expand(tile - count)])
+    latent = codec.latent
+    noise = ImageNoise(seed, padded, (latent.channels, latent.size, latent.size))
+    latents = sample_latents(network, objective, config, padded_labels, noise)
+    return codec.decode(latents.float())[:count]
+
+
+def generate(
+    network: nn.Module, objective: Objective, codec: Codec, config: SampleConfig, *,
+    labels: Tensor, seed: int, tile: int = DEFAULT_TILE,
+) -> Iterator[Tensor]:  # fmt: skip
+    """Images of indices 0, 1, ... with the given labels (N,), tile by tile, uint8 (<= tile, S, S, 3)."""
+    for start in range(0, len(labels), tile):
+        indices = range(start, min(start + tile, len(labels)))
+        yield generate_tile(
+            network, objective, codec, config,
+            indices=indices, labels=labels[start : start + tile], seed=seed, tile=tile,
+        )  # fmt: skip
+
+
+def image_grid(images: Tensor, columns: int) -> Tensor:
+    """Images uint8 (N, S, S, 3) side by side, row by row: uint8 (rows * S, columns * S, 3), missing ones black."""
+    rows = -(-len(images) // columns)
+    size = images.shape[1]
+    grid = torch.zeros(rows * columns, size, size, 3, dtype=torch.uint8)
+    grid[: len(images)] = images
+    return grid.unflatten(0, (rows, columns)).transpose(1, 2).reshape(rows * size, columns * size, 3)
+
+
+def labels_from(text: str, num: int, class_names: Sequence[str], seed: int) -> Tensor:
+    """Labels (num,) int64 from "balanced", "random", or names and numbers of classes separated by commas, taken in turn."""
+    if text == "balanced":
+        return balanced_labels(num, len(class_names))
+    if text == "random":
+        return random_labels(num, len(class_names), seed)
+    if not class_names:
+        raise ValueError(f"labels {text!r} were asked for, but this model was trained without classes: leave --labels out")
+    given = []
+    for item in (part.strip() for part in text.split(",")):
+        if item in class_names:
+            given.append(class_names.index(item))
+        elif item.isdigit() and int(item) < len(class_names):
+            given.append(int(item))
+        else:
+            shown = ", ".join(class_names[:12]) + (", ..." if len(class_names) > 12 else "")
+            raise ValueError(
+                f"no class {item!r}; there is balanced, random, a number below {len(class_names)}, or a name: {shown}"
+            )
+    return torch.tensor(given).repeat(-(-num // len(given)))[:num]
+
+
+def sample_to_folder(
+    ref: str | Path, *, num: int, labels: str = "balanced", seed: int = 0, weights: str = "ema",
+    tile: int = DEFAULT_TILE, batch: int = DEFAULT_TILE, out: str | None = None, vae: str | None = None,
+    device: str = "auto", settings: dict[str, Any] | None = None,
+) -> Path:  # fmt: skip
+    """Sample `num` images to images.npz, images.json and grid.png in a folder, and return the folder.
+
+    `settings` replaces fields of the model's own SampleConfig. The tiles are shared among the processes there are; a
+    killed call is continued by an equal one.
+    """
+    for name, count in (("num", num), ("tile", tile), ("batch", batch)):
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+    state = start_processes(device)
+    if state.device.type == "cpu" and state.num_processes == 1:
+        torch.set_num_threads(available_cores())
+    network, objective, found = open_model(ref, weights)
+    config = replace(found.config.sample, **(settings or {}))
+    check_sampling(config, objective, found.config.model.num_classes)
+    class_names = found.config.data.class_names
+    y = labels_from(labels, num, class_names, seed)
+    latent = found.config.data.latent
+    codec = open_codec(vae or latent.vae, latent.image_size, state.device, expected_hash=latent.vae_hash)
+    record = _provenance(found, config, num=num, labels=labels, seed=seed, tile=tile, device=state.device)
+    folder = Path(out) if out else _default_folder(ref, found, config, record)
+    archive = ImageArchive(
+        folder / "images.npz", num=num, size=latent.image_size, labels=y.numpy() if class_names else None,
+        identity=json.dumps(record, sort_keys=True),
+    )  # fmt: skip
+    if archive.path.exists():
+        if sidecar(archive.path).get("made_from") == record:
+            return folder
+        raise ValueError(f"{archive.path} exists and is of other settings or weights: choose another folder with --out")
+    if state.is_main_process:
+        archive.begin()
+    state.wait_for_everyone()
+    started = time.perf_counter()
+    network.to(state.device)
+    calls = _fill(archive, network, objective, codec, config, y, seed, tile, batch, state)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        archive.finish()
+        seconds = round(time.perf_counter() - started, 2)
+        write_text(
+            folder / "images.json", json.dumps({"made_from": record, "network_calls": calls, "seconds": seconds}, indent=1)
+        )
+        columns = len(class_names) if 1 < len(class_names) <= 20 else 8
+        first = torch.from_numpy(read_images(archive.path)[: 8 * columns].copy())
+        Image.fromarray(image_grid(first, columns).numpy()).save(folder / "grid.png")
+    state.wait_for_everyone()
+    return folder
+
+
+def _fill(archive, network, objective, codec, config, y, seed, tile, batch, state) -> int:
+    """Compute this process's tiles that are not on disk yet. Returns the network calls an image takes.
+
+    `batch` images, rounded up to tiles, are computed between two writes to disk.
+    """
+    done = archive.finished_tiles()
+    waiting = [start for start in range(0, archive.num, tile) if start not in done]
+    tiles_a_write = -(-batch // tile)
+    writes = [waiting[i : i + tiles_a_write] for i in range(0, len(waiting), tiles_a_write)]
+    counted, tiles = _Counted(network), 0
+    with tqdm(
+        total=archive.num, initial=min(len(done) * tile, archive.num), unit="image", desc="sample", mininterval=1.0,
+        disable=not state.is_main_process,
+    ) as bar:  # fmt: skip
+        for starts in writes[state.process_index :: state.num_processes]:
+            images = []
+            for start in starts:
+                indices = range(start, min(start + tile, archive.num))
+                images.append(
+                    generate_tile(
+                        counted, objective, codec, config,
+                        indices=indices, labels=y[start : start + tile], seed=seed, tile=tile,
+                    )
+                )  # fmt: skip
+                tiles += 1
+                bar.update(min(len(indices) * state.num_processes, bar.total - bar.n))
+            archive.write_tiles(dict(zip(starts, (i.numpy() for i in images), strict=True)), rank=state.process_index)
+    return counted.calls // max(tiles, 1)
+
+
+class _Counted(nn.Module):
+    """A network that counts its calls."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+        self.calls = 0
+
+    @property
+    def null_class(self) -> int | None:
+        return self.network.null_class
+
+    def forward(self, *arguments) -> Tensor:
+        self.calls += 1
+        return self.network(*arguments)
+
+
+def _provenance(found: Weights, config: SampleConfig, *, num, labels, seed, tile, device) -> dict[str, Any]:
+    """Everything the bytes of the images depend on."""
+    from . import __version__
+
+    return {
+        "num": num, "labels": labels, "seed": seed, "tile": tile, "sample": json.loads(json.dumps(asdict(config))),
+        "weights": {"sha256": sha256_of_file(found.path), "step": found.step, "kind": found.kind},
+        "config": to_dict(found.config), "device": device.type,
+        "versions": {"dit-vca": __version__, "torch": torch.__version__, "numpy": np.__version__},
+    }  # fmt: skip
+
+
+def _default_folder(ref, found: Weights, config: SampleConfig, record: dict[str, Any]) -> Path:
+    labels = "" if record["labels"] == "balanced" else "-" + record["labels"].replace(",", "+").replace("/", "_")[:40]
+    steps = str(config.num_steps).replace(",", "+")
+    name = (
+        f"{found.step:07d}-{found.kind}-{config.sampler}{steps}-cfg{config.guidance:g}-seed{record['seed']}"
+        f"-n{record['num']}{labels}"
+    )
+    path = Path(ref)
+    if path.is_dir() and RunFolder(path).exists():
+        return RunFolder(path).samples / name
+    if path.parent.name == "checkpoints" and RunFolder(path.parent.parent).exists():
+        return RunFolder(path.parent.parent).samples / name
+    return Path("samples") / f"{path.stem}-{name}"
