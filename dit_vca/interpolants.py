@@ -52,7 +52,8 @@ class Linear:
         return self.time_scale * (1 - t if self.data_at_1 else t)
 
     def schedule(self, num_steps: int | str) -> Schedule:
-        t = torch.linspace(1, 0, _positive_count(num_steps) + 1, dtype=torch.float64)
+        num = _positive_count(num_steps)
+        t = torch.arange(num, -1, -1, dtype=torch.float64) / num  # linspace misses round times by a last bit
         return Schedule(t, self.coefficients(t))
 
 

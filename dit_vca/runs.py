@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from .attention import resolve_options
 from .backbones import BACKBONES
-from .config import Config, from_dict, to_json
+from .config import Config, from_dict, to_dict, to_json
 from .data.latents import Manifest
 from .files import sha256_of_file, write_text
 from .objectives import Objective, build_objective
 
 WEIGHT_KINDS = ("ema", "model")
+HEADER_KEY, WEIGHTS_FORMAT = "dit_vca", 1
 
 
 @dataclass(frozen=True)
@@ -120,8 +121,8 @@ def checkpoint_problem(path: Path) -> str | None:
 def write_weights(path: Path, state_dict: dict[str, Tensor], config: Config, *, step: int, kind: str) -> None:
     """A weight file that is a complete model: tensors, and the config in the header."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state_dict.items()}
-    metadata = {"format": "dit-vca-1", "config": to_json(config), "step": str(step), "kind": kind}
-    save_file(tensors, path, metadata=metadata)
+    header = {"format": WEIGHTS_FORMAT, "step": step, "kind": kind, "config": to_dict(config)}
+    save_file(tensors, path, metadata={HEADER_KEY: json.dumps(header)})  # one key: safetensors writes several in random order
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,8 @@ def read_weights(path: Path) -> Weights:
     """Read a weight file of this project; ValueError if it is damaged or a file of another kind."""
     try:
         with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != "dit-vca-1":
+            header = json.loads((file.metadata() or {}).get(HEADER_KEY, "{}"))
+            if header.get("format") != WEIGHTS_FORMAT:
                 raise ValueError(
                     f"{path} carries no dit-vca configuration in its header: it is not a weight file of this project"
                 )
@@ -149,8 +150,7 @@ def read_weights(path: Path) -> Weights:
         raise ValueError(
             f"{path} is damaged or no safetensors file ({error}): copy it again, or use another checkpoint"
         ) from error
-    config = from_dict(json.loads(metadata["config"]))
-    return Weights(Path(path), config, tensors, int(metadata["step"]), metadata["kind"])
+    return Weights(Path(path), from_dict(header["config"]), tensors, header["step"], header["kind"])
 
 
 def find_weights(ref: str | Path, kind: str = "ema") -> Path:

@@ -55,7 +55,7 @@ class VAECodec:
         if image_size % factor:
             raise ValueError(f"image size {image_size} is not divisible by {factor}, the VAE's downsampling")
         self.device = device
-        self._vae = vae.to(device, torch.float32, memory_format=torch.channels_last).eval().requires_grad_(False)
+        self._vae = vae.to(device, memory_format=torch.channels_last).eval().requires_grad_(False)
         self.latent = LatentConfig(
             vae=name,
             vae_hash=_hash_of_weights(vae),

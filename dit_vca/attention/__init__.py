@@ -37,7 +37,8 @@ def resolve_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 def build_attention(name: str, dim: int, num_heads: int, *, layer: int, options: dict[str, Any]) -> QKVAttention:
     """The attention module of one block."""
-    return ATTENTION[name](dim, num_heads, layer=layer, **resolve_options(name, options))
+    resolved = resolve_options(name, options)  # refuses an unknown name too
+    return ATTENTION[name](dim, num_heads, layer=layer, **resolved)
 
 
 __all__ = ["ATTENTION", "QKVAttention", "build_attention", "option_defaults", "resolve_options"]

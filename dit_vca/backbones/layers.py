@@ -40,12 +40,12 @@ class TimestepEmbedder(nn.Module):
     def __init__(self, dim: int):
         super().__init__()
         self.mlp = nn.Sequential(nn.Linear(2 * self.NUM_FREQUENCIES, dim), nn.SiLU(), nn.Linear(dim, dim))
-        exponents = torch.arange(self.NUM_FREQUENCIES, dtype=torch.float32) / self.NUM_FREQUENCIES
-        self.register_buffer("frequencies", torch.exp(-math.log(self.MAX_PERIOD) * exponents), persistent=False)
 
     def forward(self, model_time: Tensor) -> Tensor:
         """(B,) -> (B, dim)."""
-        angles = model_time.float()[:, None] * self.frequencies
+        # not a buffer: a network cast to bfloat16 would round it
+        exponents = torch.arange(self.NUM_FREQUENCIES, dtype=torch.float32, device=model_time.device) / self.NUM_FREQUENCIES
+        angles = model_time.float()[:, None] * torch.exp(-math.log(self.MAX_PERIOD) * exponents)
         sinusoid = torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
         return self.mlp(sinusoid.to(self.mlp[0].weight.dtype))
 

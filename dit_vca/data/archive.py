@@ -242,7 +242,7 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
 def batches(images: np.ndarray, size: int) -> Iterator[np.ndarray]:
     """Consecutive slices of at most `size` images, in memory."""
     for start in range(0, len(images), size):
-        yield np.ascontiguousarray(images[start : start + size])
+        yield np.array(images[start : start + size])
 
 
 def sidecar(path: Path) -> dict:

@@ -7,6 +7,7 @@ import contextlib
 import json
 import signal
 import time
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
     )
     check_process_count(accelerator.num_processes)
+    if accelerator.num_processes > 1:  # of the depthwise convolution's weights, (C, 1, k, k): the two layouts are one in memory
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
     if accelerator.mixed_precision == "fp16" and accelerator.device.type == "cpu":
         raise ValueError("mixed precision fp16 needs an accelerator; on a CPU use no or bf16")
     if accelerator.num_processes == 1 and accelerator.device.type == "cpu":

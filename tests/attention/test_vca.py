@@ -1,0 +1,194 @@
+import math
+
+import pytest
+import torch
+from golden_values import metadata, section
+
+from dit_vca.attention.vca import (
+    VisualContrastAttention,
+    contrast_lambda,
+    lambda_init,
+    pool_queries,
+    visual_contrast_attention,
+)
+
+CASES = {name: case for name, case in metadata("attention").items() if len(name) == 1}
+GRIDS = {
+    "odd, overlapping bins": ((5, 7), 3),
+    "finer than the contrast grid in one direction": ((3, 5), 4),
+    "one row": ((1, 6), 2),
+    "divisible": ((6, 4), 2),
+    "divisible in one direction": ((4, 5), 2),
+    "coarser than the contrast grid": ((2, 2), 4),
+    "a single contrast token": ((3, 4), 1),
+}
+
+
+def naive_vca(x, p, grid, pool, num_heads, layer):
+    """The equations of the paper, term by term, as a function of the tokens x (B, N, C) and the parameters p."""
+    batch, tokens, width = x.shape
+    d, (height, columns) = width // num_heads, grid
+    prefix = tokens - height * columns
+    initial = 0.8 - 0.6 * math.exp(-0.3 * layer)
+    q, k, v = torch.einsum("bnc,kmdc->kbmnd", x, p["qkv.weight"].view(3, num_heads, d, width)) + p["qkv.bias"].view(
+        3, 1, num_heads, 1, d
+    )
+
+    image = q[:, :, prefix:].reshape(batch, num_heads, height, columns, d)
+    pooled = []
+    for i in range(pool):
+        top, bottom = math.floor(i * height / pool), math.ceil((i + 1) * height / pool)
+        for j in range(pool):
+            left, right = math.floor(j * columns / pool), math.ceil((j + 1) * columns / pool)
+            pooled.append(torch.einsum("bmyxd->bmd", image[:, :, top:bottom, left:right]) / ((bottom - top) * (right - left)))
+    t = torch.stack(pooled, dim=2)
+    t_pos, t_neg = t + p["embedding_pos"], t + p["embedding_neg"]
+
+    def softmax(logits):
+        e = torch.exp(logits / math.sqrt(d))
+        return e / e.sum(dim=-1, keepdim=True)
+
+    def rms_norm(y, gain):
+        return y / torch.sqrt((y**2).mean(dim=-1, keepdim=True) + 1e-5) * gain
+
+    def lam(rows):
+        return torch.exp(rows[0] @ rows[1]) - torch.exp(rows[2] @ rows[3]) + initial
+
+    v_pos, v_neg = (torch.einsum("bmnk,bmkd->bmnd", softmax(torch.einsum("bmnd,bmkd->bmnk", s, k)), v) for s in (t_pos, t_neg))
+    v_hat = (1 - initial) * rms_norm(v_pos - lam(p["lambda1"]) * v_neg, p["rms1"])
+    map_pos, map_neg = (softmax(torch.einsum("bmnd,bmkd->bmnk", q, s)) for s in (t_pos, t_neg))
+    mixed = torch.einsum("bmnk,bmkd->bmnd", map_pos, v_hat) - lam(p["lambda2"]) * torch.einsum("bmnk,bmkd->bmnd", map_neg, v_hat)
+    heads = torch.einsum("bmnd->bnmd", (1 - initial) * rms_norm(mixed, p["rms2"])).reshape(batch, tokens, width)
+
+    values = torch.einsum("bmnd->bnmd", v[:, :, prefix:]).reshape(batch, height, columns, width)
+    padded = torch.zeros(batch, height + 2, columns + 2, width, dtype=x.dtype)
+    padded[:, 1:-1, 1:-1] = values
+    local = p["dwc.bias"] + sum(
+        padded[:, dy : dy + height, dx : dx + columns] * p["dwc.weight"][:, 0, dy, dx] for dy in range(3) for dx in range(3)
+    )
+    heads = heads + torch.cat([torch.zeros(batch, prefix, width, dtype=x.dtype), local.flatten(1, 2)], dim=1)
+    return torch.einsum("bnc,oc->bno", heads, p["proj.weight"]) + p["proj.bias"]
+
+
+def random_attention(pool: int, layer: int = 2) -> VisualContrastAttention:
+    """Every parameter is random and of a size that shows in the output."""
+    attention = VisualContrastAttention(12, 3, layer=layer, pool=pool).double()
+    generator = torch.Generator().manual_seed(0)
+    for parameter in attention.parameters():
+        parameter.data = 0.5 * torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+    return attention
+
+
+@pytest.mark.parametrize("prefix", [0, 2], ids=["no prefix", "two prefix tokens"])
+@pytest.mark.parametrize(("grid", "pool"), GRIDS.values(), ids=GRIDS)
+def test_vca_and_every_gradient_are_those_of_the_equations(grid, pool, prefix):
+    attention = random_attention(pool)
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, prefix + grid[0] * grid[1], 12)
+    x = torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+    weights = torch.randn(shape, dtype=torch.float64, generator=generator)
+    parameters = dict(attention.named_parameters())
+    outs = attention(x, grid), naive_vca(x, parameters, grid, pool, num_heads=3, layer=2)
+    torch.testing.assert_close(*outs, rtol=1e-11, atol=1e-12)
+    ours, naive = (torch.autograd.grad((out * weights).sum(), [x, *parameters.values()]) for out in outs)
+    for name, a, b in zip(["x", *parameters], ours, naive, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11, msg=lambda text, name=name: f"gradient of {name}: {text}")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_heads_are_the_recorded_ones(name):
+    case, r = CASES[name], section("attention", f"{name}.")
+    init = lambda_init(case["layer"])
+    assert init == pytest.approx(case["lambda_init"], rel=1e-14)
+    heads = visual_contrast_attention(
+        r["q"], r["k"], r["v"], tuple(case["grid"]), contrast_grid=tuple(case["contrast_grid"]),
+        embeddings=(r["emb_pos"], r["emb_neg"]), gains=(r["rms1"], r["rms2"]), scale=1 - init,
+        lambdas=(contrast_lambda(r["lambda1"], init), contrast_lambda(r["lambda2"], init)),
+    )  # fmt: skip
+    torch.testing.assert_close(heads.transpose(1, 2).flatten(2), r["vca.heads"], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("depthwise", [0, 3], ids=["heads", "heads plus depthwise convolution"])
+@pytest.mark.parametrize("name", CASES)
+def test_the_module_gives_the_recorded_heads_to_its_output_projection(name, depthwise):
+    case, r = CASES[name], section("attention", f"{name}.")
+    width = case["heads"] * case["head_dim"]
+    attention = VisualContrastAttention(
+        width, case["heads"], layer=case["layer"], pool=case["contrast_grid"][0], depthwise=depthwise
+    ).double()
+    # With these projections a token is q, k and v of itself side by side, and the output is what W_o would be given.
+    attention.proj.weight.data = torch.eye(width, dtype=torch.float64)
+    attention.proj.bias.data.zero_()
+    attention.qkv = torch.nn.Identity()
+    state = {"embedding_pos": r["emb_pos"], "embedding_neg": r["emb_neg"]}
+    state |= {key: r[key] for key in ("lambda1", "lambda2", "rms1", "rms2")}
+    if depthwise:
+        state |= {"dwc.weight": r["dwc_weight"][:, None], "dwc.bias": r["dwc_bias"]}
+    result = attention.load_state_dict(state, strict=False)
+    assert sorted(result.missing_keys) == ["proj.bias", "proj.weight"] and not result.unexpected_keys
+    tokens = torch.cat([r[key].transpose(1, 2).flatten(2) for key in ("q", "k", "v")], dim=-1)
+    expected = r["vca.heads_plus_dwc" if depthwise else "vca.heads"]
+    torch.testing.assert_close(attention(tokens, tuple(case["grid"])), expected, rtol=0, atol=1e-12)
+
+
+def test_a_contrast_grid_twice_as_fine_as_the_tokens_repeats_each_of_them_four_times():
+    q = torch.randn(1, 1, 16, 3, generator=torch.Generator().manual_seed(0))
+    pooled = pool_queries(q, (4, 4), (8, 8)).unflatten(2, (8, 8))
+    image = q.unflatten(2, (4, 4))
+    for y in range(8):
+        for x in range(8):
+            torch.testing.assert_close(pooled[0, 0, y, x], image[0, 0, y // 2, x // 2])
+
+
+def test_prefix_tokens_are_not_pooled():
+    q = torch.randn(2, 3, 1 + 15, 4, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(pool_queries(q, (3, 5), (2, 2)), pool_queries(q[:, :, 1:], (3, 5), (2, 2)))
+
+
+def test_lambda_init_grows_with_the_layer_from_one_fifth_to_four_fifths():
+    assert lambda_init(0) == pytest.approx(0.2)
+    assert lambda_init(11) == pytest.approx(0.8 - 0.6 * math.exp(-3.3))
+    assert lambda_init(1000) == pytest.approx(0.8)
+
+
+def test_the_output_rms_of_each_head_is_one_minus_lambda_init():
+    attention = VisualContrastAttention(64, 2, layer=3, pool=2, embedding_std=1.0)
+    q, k, v = torch.randn(3, 1, 2, 12, 32, generator=torch.Generator().manual_seed(0))
+    rms = attention.mix(q, k, v, (3, 4)).pow(2).mean(-1).sqrt()
+    torch.testing.assert_close(rms, torch.full_like(rms, 1 - lambda_init(3)), rtol=1e-2, atol=0)
+
+
+def test_lambda_is_computed_in_float32_under_autocast_and_in_float64_for_float64():
+    vectors = torch.full((4, 8), 0.3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value = contrast_lambda(vectors, 0.2)
+    assert value.dtype == torch.float32 and torch.equal(value, contrast_lambda(vectors, 0.2))
+    assert contrast_lambda(vectors.bfloat16(), 0.2).dtype == torch.float32
+    assert contrast_lambda(vectors.double(), 0.2).dtype == torch.float64
+
+
+def test_parameters_start_with_the_documented_spreads():
+    attention = VisualContrastAttention(64 * 4, 4, pool=8, embedding_std=0.2).requires_grad_(False)
+    for embedding in (attention.embedding_pos, attention.embedding_neg):
+        assert embedding.shape == (4, 64, 64)
+        assert float(embedding.std()) == pytest.approx(0.2, rel=0.05)
+    for vectors in (attention.lambda1, attention.lambda2):
+        assert vectors.shape == (4, 64)
+        assert float(vectors.std()) == pytest.approx(0.1, rel=0.2)
+    assert bool((attention.rms1 == 1).all()) and bool((attention.rms2 == 1).all())
+    assert not torch.equal(attention.embedding_pos, attention.embedding_neg)
+
+
+@pytest.mark.parametrize(("option", "value"), [("pool", 0), ("embedding_std", -0.1)])
+def test_a_value_out_of_range_is_refused(option, value):
+    with pytest.raises(ValueError, match=f"attention option {option} must"):
+        VisualContrastAttention(8, 2, **{option: value})
+
+
+def test_a_bias_and_other_keys_are_refused_with_the_reason():
+    attention = VisualContrastAttention(8, 2, pool=2, depthwise=0)
+    x = torch.zeros(1, 6, 8)
+    with pytest.raises(ValueError, match="no q-k logits"):
+        attention(x, (2, 3), bias=torch.zeros(1, 2, 6, 6))
+    with pytest.raises(ValueError, match="kv is not supported"):
+        attention(x, (2, 3), kv=torch.zeros(1, 4, 8))

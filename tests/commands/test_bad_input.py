@@ -1,0 +1,172 @@
+"""Every mistake: exit code 2, one line on stderr that says what was found and what to do, nothing changed on disk."""
+
+import concurrent.futures
+import os
+import shutil
+
+import numpy as np
+import pytest
+from made import TINY_OPTIONS, dit_vca, make_images, tree
+from PIL import Image
+
+TRAIN = ["train", "--run", "run", "--data.name", "shards", *TINY_OPTIONS]
+SAMPLE = ["sample", "--ckpt", "finished", "--num", "4", "--tile", "4", "--out", "out"]
+
+# name: (arguments, words that the line must hold)
+CASES = {
+    "unknown verb": (["trian"], ["unknown verb 'trian'", "train, sample, score"]),
+    "unknown option": ([*TRAIN, "--model.dept", "3"], ["--model.dept", "did you mean --model.depth"]),
+    "abbreviated option": ([*TRAIN, "--see", "3"], ["--see", "did you mean --seed"]),
+    "unknown attention option": ([*TRAIN, "--model.attention.options.pol", "1"], ["no option 'pol'", "pool"]),
+    "attention option of a wrong type": ([*TRAIN, "--model.attention.options.pool", "x"], ["pool", "int", "'x'"]),
+    "unknown attention": ([*TRAIN, "--model.attention.name", "vcaa"], ["'vcaa'", "softmax, vca"]),
+    "number expected": ([*TRAIN, "--train.steps", "x"], ["train.steps", "int", "x"]),
+    "choice expected": ([*TRAIN, "--train.schedule", "linear"], ["train.schedule", "constant", "cosine", "linear"]),
+    "misspelt YAML key": ([*TRAIN, "--config", "misspelt.yaml"], ["model.dept", "model.depth"]),
+    "missing YAML file": ([*TRAIN, "--config", "nowhere.yaml"], ["nowhere.yaml"]),
+    "broken YAML file": ([*TRAIN, "--config", "broken.yaml"], ["config"]),
+    "unknown preset": (["train", "--preset", "dit-m2-vca"], ["'dit-m2-vca'", "{s|b|l|xl}"]),
+    "stray argument": ([*TRAIN, "stray"], ["'stray'"]),
+    "heads do not divide": ([*TRAIN, "--model.num_heads", "3"], ["model.dim 16", "model.num_heads 3"]),
+    "patch does not divide": ([*TRAIN, "--model.patch_size", "3"], ["model.patch_size 3", "8"]),
+    "other number of classes": ([*TRAIN, "--model.num_classes", "7"], ["model.num_classes is 7", "2"]),
+    "variance without outputs": ([*TRAIN, "--objective.path", "ddpm", "--objective.target", "eps", "--objective.learn_variance", "true"], ["model.learn_sigma"]),
+    "target without derivative": ([*TRAIN, "--objective.path", "ddpm"], ["objective.target v", "eps"]),
+    "velocity sampler on a discrete path": ([*TRAIN, "--objective.path", "ddpm", "--objective.target", "eps"], ["euler", "ancestral"]),
+    "batch not divisible": ([*TRAIN, "--train.micro_batch", "3"], ["train.micro_batch 3", "8"]),
+    "fp16 on a CPU": ([*TRAIN, "--train.mixed_precision", "fp16"], ["fp16", "bf16"]),
+    "folder of another kind": (["train", "--run", "images", "--data.name", "shards", *TINY_OPTIONS], ["images", "not a run folder"]),
+    "another run's folder": (["train", "--run", "finished", "--model.depth", "3"], ["model.depth: 2 -> 3", "--run"]),
+    "preset for a run": (["train", "--run", "finished", "--preset", "demo"], ["--preset"]),
+    "other learning rate": (["train", "--run", "finished", "--train.lr", "1", "--train.steps", "9"], ["train.lr", "--allow-change"]),
+    "no such data": (["train", "--run", "run", "--data.name", "nowhere"], ["'nowhere'", "fashion-mnist"]),
+    "images without a VAE": (["train", "--run", "run", "--data.name", "images", "--data.image_size", "8"], ["VAE", "none"]),
+    "flip without mirrored shards": (["train", "--run", "run", "--data.name", "plain", "--data.flip", "true", *TINY_OPTIONS], ["data.flip"]),
+    "truncated shard": (["train", "--run", "run", "--data.name", "truncated", *TINY_OPTIONS], ["00000.safetensors", "bytes"]),
+    "init_from does not fit": ([*TRAIN, "--model.depth", "1", "--train.init_from", "finished"], ["init_from", "does not fit"]),
+    "no checkpoint": (["sample", "--ckpt", "nowhere"], ["nowhere does not exist"]),
+    "empty run": (["sample", "--ckpt", "images"], ["holds no checkpoint"]),
+    "truncated checkpoint": (["sample", "--ckpt", "short.safetensors"], ["short.safetensors", "damaged"]),
+    "foreign weights": (["sample", "--ckpt", "foreign.safetensors"], ["no dit-vca configuration"]),
+    "unknown sampler": ([*SAMPLE, "--sampler", "dopri"], ["euler, heun", "'dopri'"]),
+    "no images": ([*SAMPLE, "--num", "0"], ["num", "0"]),
+    "steps of a kind": ([*SAMPLE, "--num_steps", "many"], ["num_steps"]),
+    "unknown class": ([*SAMPLE, "--labels", "bird"], ["'bird'", "cat, dog"]),
+    "interval reversed": ([*SAMPLE, "--interval", "[0.9,0.1]"], ["interval"]),
+    "eta of another sampler": ([*SAMPLE, "--eta", "0.5"], ["eta", "ddim"]),
+    "device": ([*SAMPLE, "--device", "abacus"], ["abacus"]),
+    "guidance without classes": (["sample", "--ckpt", "unconditional", "--guidance", "2", "--out", "out"], ["trained without classes", "--guidance 1"]),
+    "missing npz": (["score", "nowhere.npz", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["nowhere.npz does not exist"]),
+    "truncated npz": (["score", "short.npz", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["short.npz", "truncated"]),
+    "too few samples": (["score", "plain.npz", "--ref", "other.npz", "--num", "99", "--metrics", "fd-lite0"], ["99", "12"]),
+    "reference of other dimensions": (["score", "plain.npz", "--ref", "small-statistics.npz", "--metrics", "fd-lite0"], ["1280", "small-statistics.npz"]),
+    "reference without this metric": (["score", "plain.npz", "--ref", "adm.npz", "--metrics", "fd-lite0"], ["fd_lite0_mu", "adm.npz"]),
+    "reference of another size": (["score", "plain.npz", "--ref", "large.npz", "--metrics", "fd-lite0"], ["16", "8"]),
+    "scored against itself": (["score", "plain.npz", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["against itself"]),
+    "no reference": (["score", "plain.npz", "--metrics", "fd-lite0"], ["--ref"]),
+    "unknown metric": (["score", "plain.npz", "--ref", "other.npz", "--metrics", "fdd"], ["'fdd'", "fd-lite0"]),
+    "float images": (["score", "float.npz", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["uint8", "float32"]),
+    "images from 0 to 1": (["score", "dark.npz", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["no pixel is above 1"]),
+    "no Inception weights": (["score", "plain.npz", "--ref", "other.npz"], ["weights-inception-2015-12-05-6726825d.pth", "6726825d", "--inception-weights"]),
+    "wrong Inception weights": (["score", "plain.npz", "--ref", "other.npz", "--inception-weights", "plain.npz"], ["6726825d", "damaged"]),
+    "empty folder": (["encode", "empty", "new", "--vae", "none", "--image-size", "8"], ["no images in empty"]),
+    "mixed folder": (["encode", "mixed", "new", "--vae", "none", "--image-size", "8"], ["both images"]),
+    "folder without a size": (["encode", "images", "new", "--vae", "none"], ["--image-size"]),
+    "encode without a VAE": (["encode", "images", "new", "--image-size", "8"], ["--vae", "none"]),
+    "no such VAE": (["encode", "images", "new", "--image-size", "8", "--vae", "empty"], ["config.json"]),
+    "size the VAE does not divide": (["encode", "images", "new", "--image-size", "9", "--vae", "embedded"], ["9", "2"]),
+    "shards exist": (["encode", "images", "shards", "--vae", "none", "--image-size", "8"], ["exists already"]),
+    "VAE folder exists": (["train-vae", "fashion-mnist", "images"], ["exists already"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory, images, shards, run):
+    """A folder with one of everything that can be wrong."""
+    here = tmp_path_factory.mktemp("work shop")  # with a blank
+    shutil.copytree(images, here / "images")
+    shutil.copytree(shards, here / "shards")
+    shutil.copytree(shards, here / "truncated")
+    (here / "truncated" / "00000.safetensors").write_bytes((shards / "00000.safetensors").read_bytes()[:-1])
+    shutil.copytree(run, here / "finished")
+    (here / "empty").mkdir()
+    make_images(here / "mixed")
+    make_images(here / "mixed", classes=(), per_class=1)
+    (here / "misspelt.yaml").write_text("model:\n  dept: 3\n")
+    (here / "broken.yaml").write_text("model: [\n")
+    whole = (run / "checkpoints" / "0000004" / "ema.safetensors").read_bytes()
+    (here / "short.safetensors").write_bytes(whole[: len(whole) // 2])
+    from safetensors.torch import save_file
+
+    save_file({}, here / "foreign.safetensors")
+    make_arrays(here)
+    make_images(here / "loose", classes=(), per_class=8)
+    for arguments in (
+        ["encode", "images", "plain", "--vae", "none", "--image-size", "8"],
+        [
+            "train",
+            "--run",
+            "unconditional",
+            "--data.name",
+            "loose",
+            "--data.image_size",
+            "8",
+            "--data.vae",
+            "none",
+            *TINY_OPTIONS,
+        ],
+    ):
+        made = dit_vca(*arguments, cwd=here)
+        assert made.returncode == 0, made.stderr
+    return here
+
+
+def make_arrays(here):
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (12, 8, 8, 3), dtype=np.uint8)
+    np.savez(here / "plain.npz", arr_0=pixels)
+    np.savez(here / "other.npz", arr_0=pixels[::-1])
+    np.savez(here / "large.npz", arr_0=rng.integers(0, 256, (12, 16, 16, 3), dtype=np.uint8))
+    np.savez(here / "float.npz", arr_0=pixels.astype(np.float32))
+    np.savez(here / "dark.npz", arr_0=pixels % 2)
+    np.savez(here / "small-statistics.npz", fd_lite0_mu=np.zeros(3), fd_lite0_sigma=np.eye(3))
+    np.savez(here / "adm.npz", mu=np.zeros(2048), sigma=np.eye(2048))
+    (here / "short.npz").write_bytes((here / "plain.npz").read_bytes()[:-400])
+    Image.fromarray(pixels[0]).save(here / "one.png")
+
+
+@pytest.fixture(scope="module")
+def outcomes(workshop):
+    """All cases, two at a time, and what they left on disk."""
+    before = tree(workshop)
+    with concurrent.futures.ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)))) as pool:
+        waiting = {name: pool.submit(dit_vca, *arguments, cwd=workshop) for name, (arguments, _) in CASES.items()}
+        results = {name: future.result() for name, future in waiting.items()}
+    return results, before, tree(workshop)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_mistake_is_told_in_one_line(outcomes, name):
+    result, words = outcomes[0][name], CASES[name][1]
+    assert result.returncode == 2, result.stderr
+    assert "Traceback" not in result.stderr
+    said = [line for line in result.stderr.splitlines() if line.strip()]
+    assert len(said) == 1, result.stderr
+    assert all(word in said[0] for word in words), said[0]
+
+
+def test_mistakes_leave_nothing_behind(outcomes):
+    _, before, after = outcomes
+    assert sorted(after) == sorted(before)
+    assert after == before
+
+
+def test_a_corrupt_image_is_named_and_the_folder_of_shards_is_not_made(tmp_path):
+    folder = make_images(tmp_path / "images", per_class=3)
+    (folder / "cat" / "001.png").write_bytes(b"nothing")
+    result = dit_vca("encode", "images", "shards", "--vae", "none", "--image-size", "8", cwd=tmp_path)
+    assert result.returncode == 2 and not (tmp_path / "shards").exists()
+    last = result.stderr.splitlines()[-1]
+    assert "1 of 6 images cannot be read" in last and "001.png" in last and "--skip-bad" in last
+    left_out = dit_vca("encode", "images", "shards", "--vae", "none", "--image-size", "8", "--skip-bad", "true", cwd=tmp_path)
+    assert left_out.returncode == 0 and "5 images" in left_out.stdout and "1 bad images left out" in left_out.stdout

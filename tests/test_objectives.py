@@ -1,0 +1,166 @@
+import pytest
+import torch
+from golden_values import assert_near, load, section
+from torch import nn
+
+from dit_vca.interpolants import DiscreteVP, Linear
+from dit_vca.objectives import Objective, build_objective
+from samplers import Coefficients
+
+DDPM = Objective(DiscreteVP(), "eps", learn_variance=True)
+LEGAL = {"linear v": Objective(Linear(), "v"), "ddpm eps": Objective(DiscreteVP(), "eps"), "ddpm eps and variance": DDPM}
+
+
+class Network(nn.Module):
+    """Answers with a given tensor, or with a function of its input, and remembers what it was fed."""
+
+    def __init__(self, answer, dtype=torch.float32):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones((), dtype=dtype))
+        self.answer = answer
+
+    def forward(self, x, model_time, y):
+        self.x, self.model_time, self.y = x, model_time, y
+        return self.answer(x) if callable(self.answer) else self.answer
+
+
+def recorded_ddpm():
+    r = section("ddpm", "loss.")
+    return r, {"t": (r["t"].double() + 1) / 1000, "eps": r["noise"]}
+
+
+def test_ddpm_losses_are_the_recorded_ones():
+    r, draws = recorded_ddpm()
+    network = Network(r["model_out"])
+    terms = DDPM.loss(network, r["x0"], torch.zeros(6, dtype=torch.int64), **draws)
+    assert_near(terms["mse"], r["mse"], 1e-5)
+    assert_near(terms["vb"], r["vb"], 1e-5)
+    assert_near(terms["mse"] + terms["vb"], r["total"], 1e-5)
+    torch.testing.assert_close(terms["vb"], r["vb"], rtol=1e-3, atol=1e-6)  # the small terms count as well
+    assert_near(network.x, r["x_t"], 1e-6)
+    assert network.model_time.tolist() == r["t"].tolist()
+
+
+def test_the_bound_trains_the_variance_alone_and_the_square_error_the_noise_alone():
+    r, draws = recorded_ddpm()
+    output = r["model_out"].clone().requires_grad_()
+    terms = DDPM.loss(Network(output), r["x0"], torch.zeros(6, dtype=torch.int64), **draws)
+    of_bound, of_error = (torch.autograd.grad(terms[name].sum(), output, retain_graph=True)[0] for name in ("vb", "mse"))
+    assert bool((of_bound[:, :4] == 0).all()) and bool((of_bound[:, 4:] != 0).any(dim=(1, 2, 3)).all())
+    assert bool((of_error[:, 4:] == 0).all()) and bool((of_error[:, :4] != 0).any(dim=(1, 2, 3)).all())
+
+
+def test_the_outermost_bins_of_the_pixel_likelihood_are_open():
+    x_0 = torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1)
+    eps = torch.zeros_like(x_0)
+    draws = {"t": torch.full((2,), 0.001, dtype=torch.float64), "eps": eps}
+    # This noise prediction puts the mean ten deviations outside the range of pixels: an open bin is then almost certain.
+    outside = -torch.sign(x_0) * 10
+    terms = DDPM.loss(Network(torch.cat([outside, torch.ones_like(eps)], dim=1)), x_0, torch.zeros(2, dtype=torch.int64), **draws)
+    assert terms["vb"].tolist() == pytest.approx([0, 0], abs=1e-5)
+
+
+@pytest.mark.parametrize("data_at_1", [False, True], ids=["noise minus data", "data minus noise"])
+def test_the_flow_loss_is_the_recorded_one_in_either_direction(data_at_1):
+    r = load("flow")
+    objective = Objective(Linear(time_scale=1.0, data_at_1=data_at_1), "v")
+    network = Network(r["model_out"] if data_at_1 else -r["model_out"])
+    draws = {"t": 1 - r["t"].double(), "eps": r["x0_noise"]}
+    terms = objective.loss(network, r["x1_data"], torch.zeros(6, dtype=torch.int64), **draws)
+    assert list(terms) == ["mse"]
+    torch.testing.assert_close(terms["mse"], r["loss.Linear.velocity.None"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(network.x, r["x_t.Linear"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(network.model_time, r["t"] if data_at_1 else 1 - r["t"], rtol=1e-6, atol=1e-7)
+
+
+def test_the_velocity_that_is_learned_is_the_recorded_one_reversed():
+    r = load("flow")
+    draws = {"t": 1 - r["t"].double(), "eps": r["x0_noise"]}
+    terms = Objective(Linear(), "v").loss(Network(-r["u_t.Linear"]), r["x1_data"], torch.zeros(6, dtype=torch.int64), **draws)
+    assert float(terms["mse"].max()) < 1e-12
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_a_network_that_answers_zero_has_the_mean_square_of_the_target_as_its_loss(name):
+    objective = LEGAL[name]
+    x_0, eps = torch.randn(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    t = objective.path.sample_t(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64))
+    terms = objective.loss(Network(torch.zeros(3, 8, 8, 8)), x_0, torch.zeros(3, dtype=torch.int64), t=t, eps=eps)
+    target = eps if objective.target == "eps" else eps - x_0
+    torch.testing.assert_close(terms["mse"], (target**2).mean(dim=(1, 2, 3)))
+    assert all(term.shape == (3,) and term.dtype == torch.float32 for term in terms.values())
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_the_loss_of_a_sample_does_not_depend_on_its_batch(name):
+    objective = LEGAL[name]
+    x_0, eps = torch.randn(2, 5, 4, 2, 2, generator=torch.Generator().manual_seed(0))
+    t = objective.path.sample_t(torch.tensor([0.0, 0.2, 0.4, 0.6, 0.999], dtype=torch.float64))
+    network = Network(lambda x: torch.cat([torch.tanh(x), torch.sin(x)], dim=1))
+    y = torch.zeros(5, dtype=torch.int64)
+    together = objective.loss(network, x_0, y, t=t, eps=eps)
+    for rows in ([1], [4, 0]):
+        alone = objective.loss(network, x_0[rows], y[rows], t=t[rows], eps=eps[rows])
+        for term in together:
+            torch.testing.assert_close(alone[term], together[term][rows])
+
+
+@pytest.mark.parametrize("name", LEGAL)
+def test_data_and_noise_of_a_prediction_compose_to_x_t(name):
+    objective = LEGAL[name]
+    t = torch.tensor([0.001, 0.5, 1.0], dtype=torch.float64)
+    x_t = torch.randn(3, 4, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    prediction = objective.predict(Network(torch.randn(3, 8, 2, 2)), x_t, t, torch.zeros(3, dtype=torch.int64))
+    alpha, sigma = (c.view(-1, 1, 1, 1) for c in objective.path.coefficients(t)[:2])
+    torch.testing.assert_close(alpha * prediction.x_0 + sigma * prediction.eps, x_t, rtol=1e-10, atol=1e-10)
+
+
+def test_a_prediction_reads_the_variance_channels_as_a_fraction_that_is_not_clamped():
+    output = torch.cat([torch.full((1, 4, 1, 1), 0.5), torch.tensor([-1.0, 0.0, 1.0, 3.0]).view(1, 4, 1, 1)], dim=1)
+    x_t, y = torch.zeros(1, 4, 1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    prediction = DDPM.predict(Network(output), x_t, torch.tensor([0.5], dtype=torch.float64), y)
+    assert prediction.variance_fraction.flatten().tolist() == [0.0, 0.5, 1.0, 2.0]
+    assert prediction.eps.flatten().tolist() == [0.5] * 4
+
+
+@pytest.mark.parametrize("name", ["linear v", "ddpm eps"])
+def test_without_a_learned_variance_the_second_half_of_the_channels_is_not_read(name):
+    output = torch.arange(8.0).view(1, 8, 1, 1)
+    x_t, y = torch.zeros(1, 4, 1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
+    prediction = LEGAL[name].predict(Network(output), x_t, torch.tensor([0.5], dtype=torch.float64), y)
+    assert prediction.value.flatten().tolist() == [0, 1, 2, 3] and prediction.variance_fraction is None
+
+
+def test_the_network_runs_in_the_dtype_of_its_weights_and_the_sampler_gets_its_own():
+    x_t, t = torch.ones(2, 4, 1, 1, dtype=torch.float64) / 3, torch.full((2,), 0.25, dtype=torch.float64)
+    network = Network(lambda x: x, dtype=torch.bfloat16)
+    prediction = Objective(Linear(), "v").predict(network, x_t, t, torch.tensor([3, 1]))
+    assert network.x.dtype == torch.bfloat16 and prediction.v.dtype == torch.float64
+    assert network.model_time.dtype == torch.float32 and network.model_time.tolist() == [250.0, 250.0]
+    assert network.y.tolist() == [3, 1] and prediction.x_t is x_t
+
+
+def test_reversed_time_reverses_the_velocity_the_sampler_sees():
+    x_t, t = torch.zeros(1, 1, 1, 1, dtype=torch.float64), torch.tensor([0.25], dtype=torch.float64)
+    network = Network(torch.ones(1, 1, 1, 1))
+    y = torch.zeros(1, dtype=torch.int64)
+    prediction = Objective(Linear(time_scale=1.0, data_at_1=True), "v").predict(network, x_t, t, y)
+    assert prediction.v.item() == -1 and network.model_time.item() == 0.75
+    assert isinstance(prediction.coefficients, Coefficients) and prediction.coefficients.sigma.item() == 0.25
+
+
+@pytest.mark.parametrize(
+    ("path", "options", "message"),
+    [("ddpm", {"target": "v"}, "path ddpm has none: use target eps"), ("linear", {"target": "eps"}, "use target v"),
+     ("linear", {"target": "score"}, "must be v or eps, got 'score'"),
+     ("nonsense", {"target": "v"}, "objective.path must be one of linear, ddpm"),
+     ("linear", {"target": "v", "learn_variance": True}, "defined for path ddpm only")],
+)  # fmt: skip
+def test_an_objective_that_cannot_be_is_refused(path, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_objective(path, **options)
+
+
+def test_an_objective_is_built_from_the_names_of_a_config():
+    assert build_objective("ddpm", target="eps", learn_variance=True) == DDPM
+    assert build_objective("linear", target="v", time_scale=1.0, data_at_1=True) == Objective(Linear(1.0, True), "v")

@@ -1,0 +1,208 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from made import dit_vca, environment, tiny_config, tree
+from PIL import Image
+
+import dit_vca as product
+from dit_vca.data.archive import ImageArchive, read_images
+from dit_vca.runs import open_model
+from dit_vca.sampling import balanced_labels, generate, image_grid, labels_from, random_labels, sample_to_folder
+from dit_vca.training import train
+from dit_vca.vae import open_codec
+
+STOCHASTIC = {"sampler": "ddim", "num_steps": 3, "eta": 1.0}
+
+
+def sampled(run, out, *, num=30, tile=4, **options):
+    folder = sample_to_folder(run, num=num, tile=tile, out=str(out), device="cpu", **options)
+    return (folder / "images.npz").read_bytes()
+
+
+def test_bytes_do_not_depend_on_the_batch(tmp_path, run):
+    made = {b: sampled(run, tmp_path / str(b), batch=b, settings={"guidance": 2.0}) for b in (1, 5, 7, 64)}
+    assert len(set(made.values())) == 1
+
+
+def test_the_first_images_do_not_depend_on_how_many_are_asked_for(tmp_path, run):
+    sampled(run, tmp_path / "few", num=5)
+    sampled(run, tmp_path / "many", num=11)
+    few, many = (read_images(tmp_path / n / "images.npz") for n in ("few", "many"))
+    assert np.array_equal(few, many[:5])
+
+
+def test_images_depend_on_seed_and_label(tmp_path, run):
+    strong = {"settings": {"guidance": 300.0}, "weights": "model"}  # four steps of training make little of a label
+    base = sampled(run, tmp_path / "a", num=4, **strong)
+    assert sampled(run, tmp_path / "b", num=4, **strong) == base
+    assert sampled(run, tmp_path / "c", num=4, seed=1, **strong) != base
+    ones = sampled(run, tmp_path / "d", num=4, labels="dog", **strong)
+    assert not np.array_equal(read_images(tmp_path / "d" / "images.npz")[0], read_images(tmp_path / "a" / "images.npz")[0])
+    assert ones != base
+
+
+def launched(run, out, processes, *options):
+    """The command, over several processes; each says how many there are."""
+    script = (
+        "import sys; from accelerate import PartialState; from dit_vca.__main__ import main; code = main(sys.argv[1:]); "
+        "print('processes', PartialState().num_processes); sys.exit(code)"
+    )
+    runner = out.parent / "runner.py"
+    runner.write_text(script)
+    launch = (
+        ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", str(processes)]
+        if processes > 1
+        else []
+    )
+    command = [
+        sys.executable, *launch, str(runner), "sample", "--ckpt", str(run), "--num", "30", "--tile", "4", "--batch", "4",
+        "--out", str(out), "--device", "cpu", *options,
+    ]  # fmt: skip
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(f"processes {processes}") == processes
+    return (out / "images.npz").read_bytes()
+
+
+def test_one_two_and_three_processes_write_the_same_bytes(tmp_path, run):
+    options = ["--sampler", "ddim", "--num_steps", "3", "--eta", "1"]
+    made = [launched(run, tmp_path / str(n), n, *options) for n in (1, 2, 3)]
+    assert made[0] == made[1] == made[2]
+    assert made[0] == sampled(run, tmp_path / "here", settings=STOCHASTIC)
+
+
+def test_a_killed_call_goes_on_and_writes_the_same_bytes(tmp_path, run):
+    whole = sampled(run, tmp_path / "whole", num=200, settings={"num_steps": 20})
+    command = [
+        sys.executable, "-m", "dit_vca", "sample", "--ckpt", str(run), "--num", "200", "--tile", "4", "--batch", "4",
+        "--num_steps", "20", "--out", "killed", "--device", "cpu",
+    ]  # fmt: skip
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    journal = tmp_path / "killed" / "images.npz.partial.tiles-0"
+    while not (journal.is_file() and journal.read_text().count("\n") >= 2):
+        assert process.poll() is None
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "killed" / "images.npz").exists()
+    finished = journal.read_text().count("\n")
+    assert 2 <= finished < 50
+    assert subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, check=False).returncode == 0
+    assert (tmp_path / "killed" / "images.npz").read_bytes() == whole
+    assert {p.name for p in (tmp_path / "killed").iterdir()} == {"images.npz", "images.json", "grid.png"}
+
+
+def test_an_equal_call_does_nothing_and_another_one_is_refused(tmp_path, run):
+    sampled(run, tmp_path / "out", num=4)
+    before = tree(tmp_path / "out")
+    sampled(run, tmp_path / "out", num=4)
+    assert tree(tmp_path / "out") == before
+    with pytest.raises(ValueError, match="other settings or weights.*--out"):
+        sampled(run, tmp_path / "out", num=4, seed=1)
+    assert tree(tmp_path / "out") == before
+
+
+def test_what_made_the_images_is_written_beside_them(tmp_path, run):
+    sampled(run, tmp_path / "out", num=4, settings={"sampler": "heun", "num_steps": 3, "guidance": 2.0, "interval": (0.1, 0.6)})
+    record = json.loads((tmp_path / "out" / "images.json").read_text())
+    made_from = record["made_from"]
+    assert record["network_calls"] == 6  # two a step; guidance doubles the batch, not the calls
+    assert made_from["sample"]["interval"] == [0.1, 0.6] and made_from["num"] == 4 and made_from["tile"] == 4
+    assert made_from["weights"]["kind"] == "ema" and len(made_from["weights"]["sha256"]) == 64
+    assert made_from["config"]["model"]["depth"] == 2
+    with zipfile.ZipFile(tmp_path / "out" / "images.npz") as archive:
+        assert archive.testzip() is None
+    with np.load(tmp_path / "out" / "images.npz") as archive:
+        assert archive["arr_0"].shape == (4, 8, 8, 3) and archive["arr_1"].tolist() == [0, 1, 0, 1]
+    assert Image.open(tmp_path / "out" / "grid.png").size == (16, 16)
+
+
+def test_the_default_folder_says_what_is_in_it(tmp_path, run):
+    import shutil
+
+    moved = shutil.copytree(run, tmp_path / "run with blanks")
+    folder = sample_to_folder(moved, num=4, tile=4, device="cpu", settings={"guidance": 1.5})
+    assert folder == moved / "samples" / "0000004-ema-euler2-cfg1.5-seed0-n4"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("balanced", [0, 1, 2, 0, 1, 2, 0]), ("2", [2] * 7), ("dog,0", [1, 0, 1, 0, 1, 0, 1])],
+)
+def test_labels_are_balanced_or_taken_in_turn(text, expected):
+    assert labels_from(text, 7, ["cat", "dog", "cow"], seed=0).tolist() == expected
+
+
+def test_random_labels_are_keyed_by_index_and_cover_the_classes():
+    labels = random_labels(3000, 10, seed=0)
+    assert torch.equal(labels[:7], random_labels(7, 10, seed=0))
+    assert torch.bincount(labels, minlength=10).min() > 200
+    assert not torch.equal(labels, random_labels(3000, 10, seed=1))
+
+
+def test_a_grid_is_filled_row_by_row():
+    images = torch.arange(5, dtype=torch.uint8)[:, None, None, None].expand(5, 2, 2, 3)
+    grid = image_grid(images, columns=3)
+    assert grid.shape == (4, 6, 3)
+    assert grid[::2, ::2, 0].tolist() == [[0, 1, 2], [3, 4, 0]]
+
+
+def test_the_api_gives_what_the_command_gives(tmp_path, run):
+    sampled(run, tmp_path / "out", num=6, labels="dog,cat", settings={"guidance": 2.0})
+    model = product.load(run)
+    assert model.class_names == ["cat", "dog"]
+    images = model.sample(["dog", "cat"] * 3, seed=0, tile=4, guidance=2.0)
+    assert images.dtype == torch.uint8
+    assert np.array_equal(images.numpy(), read_images(tmp_path / "out" / "images.npz"))
+    with pytest.raises(ValueError, match="no class 'cow'"):
+        model.sample(["cow"])
+    with pytest.raises(ValueError, match="unknown sampling setting"):
+        model.sample([0], steps=3)
+
+
+@pytest.mark.parametrize("sampler", ["ancestral", "ddim"])
+def test_a_ddpm_run_trains_and_samples(tmp_path, shards, sampler):
+    folder = train(tiny_config(shards, ddpm=True, attention="softmax"), tmp_path / "run")
+    log = [json.loads(line) for line in folder.log_file.read_text().splitlines()]
+    assert {"mse", "vb"} <= set(log[-1]) and log[-1]["loss"] == pytest.approx(log[-1]["mse"] + log[-1]["vb"])
+    sampled(folder.path, tmp_path / "out", num=4, settings={"sampler": sampler, "num_steps": "3,2", "guidance": 1.5})
+    assert read_images(tmp_path / "out" / "images.npz").std() > 0
+
+
+def test_a_weight_file_alone_is_a_complete_model(tmp_path, run):
+    import shutil
+
+    file = shutil.copy(run / "checkpoints" / "0000004" / "ema.safetensors", tmp_path / "model.safetensors")
+    by_file, by_run = sampled(file, tmp_path / "a", num=4), sampled(run, tmp_path / "b", num=4)
+    assert by_file == by_run
+
+
+def test_a_tile_is_padded_not_cut(run):
+    network, objective, weights = open_model(run)
+    codec = open_codec("none", 8)
+    y = balanced_labels(10, 2)
+    config = replace(weights.config.sample, num_steps=2)
+    images = list(generate(network, objective, codec, config, labels=y, seed=0, tile=4))
+    assert [len(i) for i in images] == [4, 4, 2]
+
+
+def test_seventy_thousand_images_need_no_memory_for_the_archive(tmp_path):
+    """The layout is written, not the images: the file is sparse until tiles come."""
+    archive = ImageArchive(tmp_path / "images.npz", num=70_000, size=256, labels=np.zeros(70_000), identity="x")
+    archive.begin()
+    assert archive.partial.stat().st_size > 70_000 * 256 * 256 * 3
+    assert archive.partial.stat().st_blocks * 512 < 10_000_000
+
+
+def test_sampling_needs_no_accelerator_flag_and_prints_the_archive(tmp_path, run):
+    result = dit_vca("sample", "--ckpt", run, "--num", "2", "--tile", "2", "--out", "out", cwd=tmp_path)
+    assert result.returncode == 0 and result.stdout.strip().endswith("out/images.npz")
