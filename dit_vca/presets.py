@@ -8,7 +8,7 @@ from .config import AttentionConfig, Config, DataConfig, ModelConfig, ObjectiveC
 
 # DiT, Table 1 (Peebles and Xie 2023): width, depth, heads; xs is for small images.
 SIZES = {
-    "xs": {"dim": 128, "depth": 6, "num_heads": 4},
+    "xs": {"dim": 192, "depth": 6, "num_heads": 3},
     "s": {"dim": 384, "depth": 12, "num_heads": 6},
     "b": {"dim": 768, "depth": 12, "num_heads": 12},
     "l": {"dim": 1024, "depth": 24, "num_heads": 16},
@@ -38,19 +38,19 @@ def preset(name: str) -> Config:
 
 def _demo(name: str, *, ddpm: bool, attention: str) -> Config:
     """Fashion-MNIST in the latents of the embedded VAE, on a CPU; docs/demo.md has the time and the scores measured."""
-    options = {"pool": 4} if attention == "vca" else {}
+    options = {"pool": 2} if attention == "vca" else {}
     return Config(
         preset=name,
         model=ModelConfig(
-            **SIZES["xs"], patch_size=2, learn_sigma=ddpm, attention=AttentionConfig(attention, options)
+            **SIZES["xs"], patch_size=4, learn_sigma=ddpm, attention=AttentionConfig(attention, options)
         ),
         objective=DDPM if ddpm else FLOW,
         train=TrainConfig(
-            steps=600, batch_size=64, lr=1e-3, betas=(0.9, 0.99), warmup_steps=50, schedule="cosine", ema_decay=0.99,
-            save_every=300, log_every=20,
+            steps=1100, batch_size=64, lr=1.5e-3, betas=(0.9, 0.99), warmup_steps=50, schedule="cosine", ema_decay=0.99,
+            save_every=500, log_every=20,
         ),
-        sample=SampleConfig(sampler="ddim", num_steps=25, guidance=1.5) if ddpm
-        else SampleConfig(sampler="euler", num_steps=25, guidance=1.5),
+        sample=SampleConfig(sampler="ddim", num_steps=12, guidance=2.5) if ddpm
+        else SampleConfig(sampler="euler", num_steps=12, guidance=2.5),
     )  # fmt: skip
 
 

@@ -22,4 +22,6 @@ def start_processes(device: str = "auto") -> PartialState:
     """The state of this process among those started, without an Accelerator; `device` cpu keeps it on the CPU."""
     state = PartialState(cpu=without_accelerator() or device == "cpu")
     check_process_count(state.num_processes)
+    if device not in ("auto", state.device.type):
+        raise ValueError(f"device {device!r} cannot be used here; use auto or {state.device.type}")
     return state

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
 
+from ..errors import Interrupted, NonFinite
+
 MISTAKE, FAULT = 2, 1  # exit codes: of the user or the environment; of this program
 
 
@@ -61,8 +63,6 @@ def run(verb: str, main: Callable[[Sequence[str] | None], None], argv: Sequence[
 
     Set DIT_VCA_TRACEBACK=1 to see where a mistake was found.
     """
-    from ..training.loop import Interrupted, NonFinite
-
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         main(argv)

@@ -11,8 +11,8 @@ from ..files import available_cores
 from .cli import make_parser, parse
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Encode a folder of images, or a named data set, to a folder of shards; a killed run is continued."""
+def build_parser():
+    """The command's options."""
     parser = make_parser("encode", "Encode images to latent shards; a killed run is continued by the same command.")
     parser.add_argument(
         "images", type=str, help="a folder (its sub-folders are the classes), fashion-mnist, or fashion-mnist-full"
@@ -32,7 +32,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--skip-bad", type=bool, default=False, help="leave out images that cannot be read, and list them in the manifest"
     )
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda, mps")
-    arguments = parse(parser, argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Encode a folder of images, or a named data set, to a folder of shards; a killed run is continued."""
+    arguments = parse(build_parser(), argv)
     device = pick_device(arguments.device)
     source, codec = open_source(arguments.images, arguments.image_size, arguments.vae, device)
     manifest = encode(source, codec, Path(arguments.shards), flip=arguments.flip, skip_bad=arguments.skip_bad)

@@ -7,8 +7,8 @@ from ..config import SampleConfig
 from .cli import make_parser, parse
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Sample images; a killed run is continued by the same command. Any number of processes gives the same bytes."""
+def build_parser():
+    """The command's options; the sampling settings have the model's own values as defaults."""
     parser = make_parser("sample", "Sample images from a trained model; a killed run is continued by the same command.")
     parser.add_argument(
         "--ckpt", type=str, required=True, help="a run folder, a checkpoint folder, or a .safetensors weight file"
@@ -35,7 +35,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument(
             f"--{field.name}", type=field.type | None, default=None, help="as in training's --sample; default: the model's own"
         )
-    arguments = parse(parser, argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Sample images; a killed run is continued by the same command. Any number of processes gives the same bytes."""
+    arguments = parse(build_parser(), argv)
     from ..sampling import sample_to_folder
 
     given = {f.name: getattr(arguments, f.name) for f in fields(SampleConfig) if getattr(arguments, f.name) is not None}

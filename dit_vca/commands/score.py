@@ -18,14 +18,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         score_images(argv)
 
 
-def score_images(argv: Sequence[str]) -> None:
+def build_parser():
+    """The options of scoring."""
     parser = _parser("score", "Score images against a reference; `score ref` writes a reference.")
     parser.add_argument("images", type=str, help="an npz (arr_0, uint8, NHWC), a folder, or a data set (fashion-mnist:test)")
     parser.add_argument(
         "--ref", type=str | None, default=None, help="an npz with statistics (ADM's, or one made by ref), or images as above"
     )
     parser.add_argument("--out", type=str | None, default=None, help="the report; default: metrics.json beside the npz")
-    arguments = parse(parser, argv)
+    return parser
+
+
+def score_images(argv: Sequence[str]) -> None:
+    arguments = parse(build_parser(), argv)
     from ..evaluation.score import score
     from ..files import write_text
 

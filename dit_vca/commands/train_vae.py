@@ -16,8 +16,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--image-size", type=int | None, default=None, help="side of the square crop in pixels; needed for a folder"
     )
-    parser.add_argument("--steps", type=int, default=1200, help="optimizer steps of 64 images")
-    parser.add_argument("--kl-weight", type=float, default=1e-3, help="weight of the KL term, per latent element")
+    parser.add_argument("--steps", type=int, default=900, help="optimizer steps of 64 images")
+    parser.add_argument("--kl-weight", type=float, default=5e-3, help="weight of the KL term, per latent element")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parse(parser, argv)
     folder = Path(arguments.folder)

@@ -59,8 +59,8 @@ def open_image_set(ref: str | Path | np.ndarray, *, num: int | None = None, imag
         images = np.stack([source.load(i) for i in range(wanted)])
         found = ImageSet(source.name, images, source.labels[:wanted] if source.class_names else None, {})
     else:
-        labels = read_array(Path(ref), "arr_1") if Path(ref).is_file() else None
-        found = ImageSet(str(ref), read_images(Path(ref)), labels, sidecar(Path(ref)).get("made_from", {}))
+        path = Path(ref)
+        found = ImageSet(str(ref), read_images(path), read_array(path, "arr_1"), sidecar(path).get("made_from", {}))
     if found.images.dtype != np.uint8 or found.images.ndim != 4 or found.images.shape[3] != 3:
         raise ValueError(f"{found.name}: images must be uint8 (N, S, S, 3), got {found.images.dtype} {found.images.shape}")
     if num is not None:

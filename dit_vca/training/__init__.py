@@ -9,8 +9,9 @@ from accelerate.utils import broadcast_object_list
 
 from ..config import Config, differences
 from ..data.prepare import prepare_shards
+from ..errors import Interrupted, NonFinite
 from ..runs import RunFolder, new_run_folder, resolve
-from .loop import Interrupted, NonFinite, start_accelerator
+from .loop import check_config, start_accelerator
 from .loop import train as run_loop
 
 RUNS = Path("runs")
@@ -36,6 +37,7 @@ def train(config: Config, run: str | Path | None = None, *, allow_change: bool =
     with accelerator.main_process_first():
         shards = prepare_shards(config.data, accelerator.device)
     config = resolve(config, shards.manifest)
+    check_config(config, accelerator.num_processes)
     if run is None:
         made = [new_run_folder(RUNS, config.preset or "run").path if accelerator.is_main_process else None]
         run = broadcast_object_list(made)[0]

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from ..config import Config, TrainConfig
 from ..data.latents import LatentShards, PositionOrder, flips
+from ..errors import Interrupted, NonFinite
 from ..files import available_cores, write_text
 from ..processes import check_process_count, without_accelerator
 from ..runs import RunFolder, build_network, find_weights, objective_of, read_weights
@@ -31,18 +32,6 @@ from .ema import EMA
 from .optim import build_optimizer, learning_rate
 from .state import TrainState, load_checkpoint, remove_unfinished, save_checkpoint
 from .tasks import GenerationTask
-
-
-class NonFinite(RuntimeError):
-    """Loss or gradient became NaN or infinite; weights, optimizer and EMA are those before the bad step."""
-
-
-class Interrupted(Exception):
-    """A signal asked for the end; the state was saved where that was possible."""
-
-    def __init__(self, signal_number: int):
-        super().__init__(f"stopped by {signal.Signals(signal_number).name}")
-        self.exit_code = 128 + signal_number
 
 
 def start_accelerator(config: TrainConfig) -> Accelerator:
@@ -93,11 +82,18 @@ class BatchPlan:
         return np.arange(start, start + self.micro_batch)
 
 
+def check_config(config: Config, num_processes: int) -> None:
+    """ValueError for what a resolved config cannot do; called before a run folder is made."""
+    BatchPlan.of(config.train, num_processes)
+    check_sampling(config.sample, objective_of(config), config.model.num_classes)
+    if config.train.init_from:
+        _load_initial(build_network(config), config)
+
+
 def train(config: Config, run: RunFolder, shards: LatentShards, accelerator: Accelerator) -> None:
     """Train a resolved config in its locked run folder, from its newest checkpoint to train.steps."""
     t = config.train
     plan = BatchPlan.of(t, accelerator.num_processes)
-    check_sampling(config.sample, objective_of(config), config.model.num_classes)
 
     network = build_network(config)
     checkpoint = _agree(accelerator, lambda: run.latest_checkpoint())
