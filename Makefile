@@ -9,7 +9,7 @@ demo: $(VENV)/.ready
 	$(BIN)/python -m dit_vca demo $(ARGS)
 
 test: $(VENV)/.ready-test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: $(VENV)/.ready-test
 	$(BIN)/python -m pytest -m slow $(ARGS)

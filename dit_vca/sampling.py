@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from samplers import SAMPLERS, guided
 from samplers.noise import ImageNoise, keyed_generator
@@ -26,6 +25,7 @@ from .data.archive import ImageArchive, read_images, sidecar
 from .files import available_cores, sha256_of_file, write_text
 from .objectives import Objective
 from .processes import start_processes
+from .progress import progress
 from .runs import RunFolder, Weights, open_model
 from .vae import Codec, open_codec
 
@@ -181,11 +181,16 @@ def sample_to_folder(
     if state.is_main_process:
         archive.begin()
     state.wait_for_everyone()
+    done = archive.finished_tiles()
+    state.wait_for_everyone()  # all share out the same tiles before the first of them adds to the journal
     started = time.perf_counter()
     network.to(state.device)
-    calls = _fill(archive, network, objective, codec, config, y, seed, tile, batch, state)
+    calls = _fill(archive, done, network, objective, codec, config, y, seed, tile, batch, state)
     state.wait_for_everyone()
     if state.is_main_process:
+        missing = set(range(0, num, tile)) - archive.finished_tiles()
+        if missing:
+            raise RuntimeError(f"tiles {sorted(missing)[:5]} were not written by any process; start the command again")
         archive.finish()
         seconds = round(time.perf_counter() - started, 2)
         write_text(
@@ -198,20 +203,17 @@ def sample_to_folder(
     return folder
 
 
-def _fill(archive, network, objective, codec, config, y, seed, tile, batch, state) -> int:
-    """Compute this process's tiles that are not on disk yet. Returns the network calls an image takes.
+def _fill(archive, done, network, objective, codec, config, y, seed, tile, batch, state) -> int:
+    """Compute this process's share of the tiles that are not `done`. Returns the network calls an image takes.
 
     `batch` images, rounded up to tiles, are computed between two writes to disk.
     """
-    done = archive.finished_tiles()
     waiting = [start for start in range(0, archive.num, tile) if start not in done]
     tiles_a_write = -(-batch // tile)
     writes = [waiting[i : i + tiles_a_write] for i in range(0, len(waiting), tiles_a_write)]
     counted, tiles = _Counted(network), 0
-    with tqdm(
-        total=archive.num, initial=min(len(done) * tile, archive.num), unit="image", desc="sample", mininterval=1.0,
-        disable=not state.is_main_process,
-    ) as bar:  # fmt: skip
+    bar = progress(archive.num, "image", "sample", initial=min(len(done) * tile, archive.num), disable=not state.is_main_process)
+    with bar:
         for starts in writes[state.process_index :: state.num_processes]:
             images = []
             for start in starts:

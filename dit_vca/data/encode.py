@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from safetensors.torch import save_file
-from tqdm import tqdm
 
 from ..files import fsync_folder, write_text
+from ..progress import progress
 from ..vae import Codec
 from .images import BadImage, ImageSource
 from .latents import MANIFEST, Manifest, ShardEntry
@@ -33,7 +33,7 @@ def encode(source: ImageSource, codec: Codec, folder: Path, *, flip: bool, skip_
     _begin(partial, {"source": source.fingerprint, "latent": asdict(codec.latent), "flip": flip})
     entries, bad = [], []
     starts = range(0, len(source), SHARD_IMAGES)
-    with tqdm(total=len(source), unit="image", desc="encode", mininterval=1.0) as bar:
+    with progress(len(source), "image", "encode") as bar:
         for number, start in enumerate(starts):
             indices = range(start, min(start + SHARD_IMAGES, len(source)))
             record = partial / f"{number:05d}.json"
@@ -87,7 +87,7 @@ def _write_shard(partial, number, source, indices, codec, flip, bar) -> None:
                 labels.append(source.labels[index])
             except BadImage as error:
                 bad.append(str(error))
-                tqdm.write(f"bad image: {error}")
+                bar.write(f"bad image: {error}")
             bar.update(1)
         if images:
             batch = torch.from_numpy(np.stack(images))

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from tqdm import tqdm
 
 from ..data.archive import batches, read_array, read_images, sidecar
 from ..data.images import NAMED, open_images
 from ..files import cache_folder, sha256_of_file
+from ..progress import progress
 from .features import Extractor, open_extractor
 from .inception_score import StreamingInceptionScore
 from .statistics import FeatureStatistics, StreamingStatistics, frechet_distance
@@ -195,7 +195,7 @@ def _features(image_set: ImageSet, extractor: Extractor, batch: int, *, need_log
         yield from ((part, None) for part in features.split(batch))
         return
     kept = []
-    with tqdm(total=len(image_set), unit="image", desc=extractor.protocol, mininterval=1.0) as bar:
+    with progress(len(image_set), "image", extractor.protocol) as bar:
         for images in batches(image_set.images, batch):
             features, logits = extractor(torch.from_numpy(images))
             if cached is not None:

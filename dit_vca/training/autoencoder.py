@@ -7,12 +7,12 @@ import torch
 from diffusers import AutoencoderKL
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from tqdm import tqdm
 
 from samplers.noise import normal
 
 from ..data.images import ImageSource
 from ..data.latents import PositionOrder
+from ..progress import progress
 
 L1_WEIGHT = 0.1  # beside the squared error: keeps edges
 MAX_GRAD_NORM = 1.0
@@ -48,7 +48,8 @@ def train_autoencoder(
         vae = build_autoencoder(source.image_size).to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=lr, weight_decay=0.0, fused=True)
     order = PositionOrder(len(source), seed)
-    for step in tqdm(range(steps), unit="step", desc="train-vae", mininterval=1.0):
+    bar = progress(steps, "step", "train-vae")
+    for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * step / steps))
         positions = range(step * batch_size, (step + 1) * batch_size)
@@ -63,6 +64,8 @@ def train_autoencoder(
         loss.backward()
         clip_grad_norm_(vae.parameters(), MAX_GRAD_NORM)
         optimizer.step()
+        bar.update(1)
+    bar.close()
     if _is_grey(source):
         _tie_output_channels(vae)
     vae.register_to_config(scaling_factor=round(1 / _latent_std(vae.eval(), source), 5))

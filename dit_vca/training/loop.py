@@ -18,13 +18,13 @@ from accelerate import Accelerator, DistributedDataParallelKwargs
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
-from tqdm import tqdm
 
 from ..config import Config, TrainConfig
 from ..data.latents import LatentShards, PositionOrder, flips
 from ..errors import Interrupted, NonFinite
 from ..files import available_cores, write_text
 from ..processes import check_process_count, without_accelerator
+from ..progress import progress
 from ..runs import RunFolder, build_network, find_weights, objective_of, read_weights
 from ..sampling import balanced_labels, check_sampling, generate, image_grid
 from ..vae import open_codec
@@ -177,10 +177,7 @@ class Monitor:
         self._bad_step = torch.full((), -1, dtype=torch.long, device=device)
         self._steps_summed = 0
         self._clock = time.perf_counter()
-        self._bar = tqdm(
-            total=config.train.steps, initial=first_step, unit="step", desc="train", mininterval=1.0, smoothing=0.05,
-            disable=not accelerator.is_main_process,
-        )  # fmt: skip
+        self._bar = progress(config.train.steps, "step", "train", initial=first_step, disable=not accelerator.is_main_process)
 
     def __enter__(self) -> "Monitor":
         if self.accelerator.log_with:

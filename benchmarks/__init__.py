@@ -1,0 +1,1 @@
+"""Measurements against other implementations, on the machine at hand."""

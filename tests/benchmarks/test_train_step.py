@@ -1,0 +1,20 @@
+import json
+
+from benchmarks.train_step import NETWORKS, main, measure
+
+
+def test_every_network_takes_the_same_step_and_ratios_are_of_medians():
+    result = measure(16, batch=2, rounds=3, warmup=1, size={"dim": 16, "depth": 1, "num_heads": 2})
+    assert set(result["networks"]) == set(NETWORKS)
+    assert all(len(entry["seconds"]) == 3 for entry in result["networks"].values())
+    speed = {name: entry["images_per_s"] for name, entry in result["networks"].items()}
+    assert result["ratios"]["softmax / faster peer"] == speed["softmax"] / max(speed["diffusers"], speed["timm"])
+
+
+def test_the_record_says_machine_versions_and_date(tmp_path, monkeypatch):
+    monkeypatch.setitem(
+        __import__("benchmarks.train_step", fromlist=["SIZES"]).SIZES, "s", {"dim": 16, "depth": 1, "num_heads": 2}
+    )
+    main(["--tokens", "16", "--rounds", "1", "--threads", "1", "--no-memory", "--out", str(tmp_path / "r.json")])
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert {"date", "machine", "versions", "results"} <= set(record)
