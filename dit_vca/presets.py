@@ -46,8 +46,8 @@ def _demo(name: str, *, ddpm: bool, attention: str) -> Config:
         ),
         objective=DDPM if ddpm else FLOW,
         train=TrainConfig(
-            steps=1100, batch_size=64, lr=1.5e-3, betas=(0.9, 0.99), warmup_steps=50, schedule="cosine", ema_decay=0.99,
-            save_every=500, log_every=20,
+            steps=600, batch_size=64, lr=1.5e-3, betas=(0.9, 0.99), warmup_steps=50, schedule="cosine", ema_decay=0.99,
+            save_every=300, log_every=20,
         ),
         sample=SampleConfig(sampler="ddim", num_steps=12, guidance=2.5) if ddpm
         else SampleConfig(sampler="euler", num_steps=12, guidance=2.5),

@@ -19,7 +19,7 @@ def load(name: str) -> dict[str, Tensor]:
 def metadata(name: str) -> dict:
     """The header of golden/NAME.safetensors, with its JSON values decoded."""
     with safe_open(FOLDER / f"{name}.safetensors", "pt") as file:
-        return {key: json.loads(text) if text[0] in "[{0123456789" else text for key, text in file.metadata().items()}
+        return {key: json.loads(text) if text[0] in "[{0123456789" else text for key, text in sorted(file.metadata().items())}
 
 
 def section(name: str, prefix: str) -> dict[str, Tensor]:
