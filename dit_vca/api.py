@@ -41,25 +41,16 @@ class Model:
         """
         import torch
 
-        from .sampling import check_sampling, generate
+        from .sampling import check_sampling, generate, label_number
 
         try:
             config = replace(self.config.sample, **settings)
         except TypeError as error:
             raise ValueError(f"unknown sampling setting ({error}); there is {', '.join(vars(self.config.sample))}") from None
         check_sampling(config, self.objective, self.config.model.num_classes)
-        y = torch.tensor([self._label(label) for label in labels])
-        return torch.cat(list(generate(self.network, self.objective, self.codec, config, labels=y, seed=seed, tile=tile)))
-
-    def _label(self, label: int | str) -> int:
         names = self.class_names
-        if not names:
-            return 0
-        if label in names:
-            return names.index(label)
-        if isinstance(label, int) and 0 <= label < len(names):
-            return label
-        raise ValueError(f"no class {label!r}; there is a number below {len(names)}, or a name: {', '.join(names[:12])}")
+        y = torch.tensor([label_number(label, names) if names else 0 for label in labels])
+        return torch.cat(list(generate(self.network, self.objective, self.codec, config, labels=y, seed=seed, tile=tile)))
 
 
 def load(ref: str | Path, *, weights: str = "ema", vae: str | None = None, device: str = "cpu") -> Model:
@@ -68,11 +59,10 @@ def load(ref: str | Path, *, weights: str = "ema", vae: str | None = None, devic
     weights: "ema" or "model". vae: where the VAE is now, if it has moved. ValueError says what is missing or damaged.
     """
     from .runs import open_model
-    from .vae import open_codec
+    from .vae import codec_of
 
     network, objective, found = open_model(ref, weights)
-    latent = found.config.data.latent
-    codec = open_codec(vae or latent.vae, latent.image_size, device, expected_hash=latent.vae_hash)
+    codec = codec_of(found.config.data.latent, device, vae=vae)
     return Model(network.to(device), objective, codec, found.config)
 
 

@@ -27,7 +27,7 @@ from .objectives import Objective
 from .processes import start_processes
 from .progress import progress
 from .runs import RunFolder, Weights, open_model
-from .vae import Codec, open_codec
+from .vae import Codec, codec_of
 
 DEFAULT_TILE = 64
 
@@ -123,6 +123,16 @@ def image_grid(images: Tensor, columns: int) -> Tensor:
     return grid.unflatten(0, (rows, columns)).transpose(1, 2).reshape(rows * size, columns * size, 3)
 
 
+def label_number(label: int | str, class_names: Sequence[str]) -> int:
+    """The number of a class given by name or by number; ValueError says what classes there are."""
+    if label in class_names:
+        return class_names.index(label)
+    if str(label).isdigit() and int(label) < len(class_names):
+        return int(label)
+    shown = ", ".join(class_names[:12]) + (", ..." if len(class_names) > 12 else "")
+    raise ValueError(f"no class {label!r}; there is a number below {len(class_names)}, or a name: {shown}")
+
+
 def labels_from(text: str, num: int, class_names: Sequence[str], seed: int) -> Tensor:
     """Labels (num,) int64 from "balanced", "random", or names and numbers of classes separated by commas, taken in turn."""
     if text == "balanced":
@@ -131,17 +141,10 @@ def labels_from(text: str, num: int, class_names: Sequence[str], seed: int) -> T
         return random_labels(num, len(class_names), seed)
     if not class_names:
         raise ValueError(f"labels {text!r} were asked for, but this model was trained without classes: leave --labels out")
-    given = []
-    for item in (part.strip() for part in text.split(",")):
-        if item in class_names:
-            given.append(class_names.index(item))
-        elif item.isdigit() and int(item) < len(class_names):
-            given.append(int(item))
-        else:
-            shown = ", ".join(class_names[:12]) + (", ..." if len(class_names) > 12 else "")
-            raise ValueError(
-                f"no class {item!r}; there is balanced, random, a number below {len(class_names)}, or a name: {shown}"
-            )
+    try:
+        given = [label_number(part.strip(), class_names) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(f"{error}; or balanced, or random") from None
     return torch.tensor(given).repeat(-(-num // len(given)))[:num]
 
 
@@ -167,7 +170,7 @@ def sample_to_folder(
     class_names = found.config.data.class_names
     y = labels_from(labels, num, class_names, seed)
     latent = found.config.data.latent
-    codec = open_codec(vae or latent.vae, latent.image_size, state.device, expected_hash=latent.vae_hash)
+    codec = codec_of(latent, state.device, vae=vae)
     record = _provenance(found, config, num=num, labels=labels, seed=seed, tile=tile, device=state.device)
     folder = Path(out) if out else _default_folder(ref, found, config, record)
     archive = ImageArchive(

@@ -112,6 +112,11 @@ def open_codec(vae: str, image_size: int, device: torch.device | str = "cpu", *,
     return codec
 
 
+def codec_of(latent: LatentConfig, device: torch.device | str = "cpu", *, vae: str | None = None) -> Codec:
+    """The codec a model was trained with; `vae` says where that VAE is now, if it has moved."""
+    return open_codec(vae or latent.vae, latent.image_size, device, expected_hash=latent.vae_hash)
+
+
 def _load(vae: str):
     from diffusers import AutoencoderKL
 

@@ -37,7 +37,7 @@ def train(config: Config, run: str | Path | None = None, *, allow_change: bool =
     with accelerator.main_process_first():
         shards = prepare_shards(config.data, accelerator.device)
     config = resolve(config, shards.manifest)
-    check_config(config, accelerator.num_processes)
+    check_config(config, accelerator.num_processes, begins=run is None or not RunFolder(Path(run)).exists())
     if run is None:
         made = [new_run_folder(RUNS, config.preset or "run").path if accelerator.is_main_process else None]
         run = broadcast_object_list(made)[0]

@@ -27,7 +27,7 @@ from ..processes import check_process_count, without_accelerator
 from ..progress import progress
 from ..runs import RunFolder, build_network, find_weights, objective_of, read_weights
 from ..sampling import balanced_labels, check_sampling, generate, image_grid
-from ..vae import open_codec
+from ..vae import codec_of
 from .ema import EMA
 from .optim import build_optimizer, learning_rate
 from .state import TrainState, load_checkpoint, remove_unfinished, save_checkpoint
@@ -82,11 +82,14 @@ class BatchPlan:
         return np.arange(start, start + self.micro_batch)
 
 
-def check_config(config: Config, num_processes: int) -> None:
-    """ValueError for what a resolved config cannot do; called before a run folder is made."""
+def check_config(config: Config, num_processes: int, *, begins: bool) -> None:
+    """ValueError for what a resolved config cannot do; called before a run folder is made.
+
+    `begins` is false for a run that is resumed, which ignores train.init_from: that file may be gone by then.
+    """
     BatchPlan.of(config.train, num_processes)
     check_sampling(config.sample, objective_of(config), config.model.num_classes)
-    if config.train.init_from:
+    if begins and config.train.init_from:
         _load_initial(build_network(config), config)
 
 
@@ -408,8 +411,7 @@ def _preview(run: RunFolder, config: Config, ema: EMA, accelerator: Accelerator,
     """A grid of images from the EMA weights: 8 a row, the classes in turn."""
     from PIL import Image
 
-    latent = config.data.latent
-    codec = open_codec(latent.vae, latent.image_size, accelerator.device, expected_hash=latent.vae_hash)
+    codec = codec_of(config.data.latent, accelerator.device)
     labels = balanced_labels(32, config.model.num_classes)
     images = torch.cat(
         list(generate(ema.network, objective_of(config), codec, config.sample, labels=labels, seed=config.seed, tile=32))

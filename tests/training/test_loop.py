@@ -242,6 +242,17 @@ def test_a_second_run_in_a_live_folder_is_refused(tmp_path, shards):
     assert len(result.stderr.splitlines()) == 1
 
 
+def test_a_resumed_run_does_not_need_the_file_it_began_from(tmp_path, shards, run):
+    import shutil
+
+    began_from = shutil.copytree(run, tmp_path / "first")
+    folder = train(tiny_config(shards, steps=2, init_from=str(began_from)), tmp_path / "run")
+    shutil.rmtree(began_from)
+    base = current_config(folder)
+    train(replace(base, train=replace(base.train, steps=4)), folder.path)
+    assert folder.checkpoint(4).is_dir()
+
+
 def test_training_starts_from_a_weight_file_with_other_classes(tmp_path, run, images, capsys):
     from made import make_images
 
