@@ -7,6 +7,7 @@ all networks are interleaved, and medians are reported, so that a drift of the m
 import argparse
 import json
 import platform
+import re
 import resource
 import statistics
 import subprocess
@@ -161,6 +162,15 @@ def peak_memory(name: str, tokens: int, batch: int, threads: int) -> int:
     return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
+def _peak_resident_bytes() -> int:
+    """This process's largest resident set. On Linux from VmHWM: ru_maxrss of a child begins at its parent's peak."""
+    status = Path("/proc/self/status")
+    if status.is_file():
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", default="256,1024,4096", help="token counts, squares of even numbers")
@@ -177,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
         torch.set_num_threads(int(threads))
         step = Step(name, int(tokens), int(batch), SIZES["s"], torch.device("cpu"))
         step(), step()
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+        print(_peak_resident_bytes())
         return
     names = tuple(arguments.networks.split(","))
     if unknown := set(names) - set(NETWORKS):

@@ -1,6 +1,6 @@
 import json
 
-from benchmarks.train_step import NETWORKS, main, measure
+from benchmarks.train_step import NETWORKS, main, measure, peak_memory
 
 
 def test_every_network_takes_the_same_step_and_ratios_are_of_medians():
@@ -9,6 +9,12 @@ def test_every_network_takes_the_same_step_and_ratios_are_of_medians():
     assert all(len(entry["seconds"]) == 3 for entry in result["networks"].values())
     speed = {name: entry["images_per_s"] for name, entry in result["networks"].items()}
     assert result["ratios"]["softmax / faster peer"] == speed["softmax"] / max(speed["diffusers"], speed["timm"])
+
+
+def test_peak_memory_is_that_of_the_measured_process_not_of_its_parent():
+    held = bytearray(3 << 30)  # touched, so that it is resident
+    held[:: 1 << 12] = b"x" * (3 << 18)
+    assert peak_memory("softmax", tokens=16, batch=1, threads=1) < 2.5 * 2**30
 
 
 def test_the_record_says_machine_versions_and_date(tmp_path, monkeypatch):
