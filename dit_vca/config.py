@@ -63,6 +63,7 @@ class ObjectiveConfig:
         learn_variance: DDPM's hybrid loss with a learned-range variance; needs model.learn_sigma.
         time_scale: factor on the time the network is fed, path linear; 1 is SiT's.
         data_at_1: feed 1 - t and predict data minus noise, path linear: the direction of SiT's published weights.
+        time_law: how training times are drawn, path linear: uniform, or logit-normal (more of them in the middle).
     """
 
     path: Literal["linear", "ddpm"] = "linear"
@@ -70,6 +71,7 @@ class ObjectiveConfig:
     learn_variance: bool = False
     time_scale: float = 1000.0
     data_at_1: bool = False
+    time_law: Literal["uniform", "logit-normal"] = "uniform"
 
 
 @dataclass(frozen=True)

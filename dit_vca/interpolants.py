@@ -36,17 +36,24 @@ class Linear:
 
     `time_scale` multiplies what the network is fed; SiT feeds t itself (time_scale 1), which leaves most of the
     sinusoids of the time embedding nearly constant. `data_at_1` feeds 1 - t: the direction of SiT's published code.
+    `time_law` of the training times: uniform, or logit-normal, t = sigmoid(z) with z ~ N(0, 1) (Esser et al. 2024,
+    Section 3.1), which spends more of the training where the velocity is hardest to tell.
     """
 
     time_scale: float = 1000.0
     data_at_1: bool = False
+    time_law: str = "uniform"
+
+    def __post_init__(self):
+        if self.time_law not in ("uniform", "logit-normal"):
+            raise ValueError(f"objective.time_law must be uniform or logit-normal, got {self.time_law!r}")
 
     def coefficients(self, t: Tensor) -> Coefficients:
         one = torch.ones_like(t)
         return Coefficients(1 - t, t, -one, one)
 
     def sample_t(self, u: Tensor) -> Tensor:
-        return u
+        return u if self.time_law == "uniform" else torch.sigmoid(torch.special.ndtri(u))
 
     def model_time(self, t: Tensor) -> Tensor:
         return self.time_scale * (1 - t if self.data_at_1 else t)

@@ -94,12 +94,15 @@ class Objective:
 
 
 def build_objective(
-    path: str, *, target: str, learn_variance: bool = False, time_scale: float = 1000.0, data_at_1: bool = False
-) -> Objective:
-    """An objective from the names in a config; the last two are options of path linear."""
+    path: str, *, target: str, learn_variance: bool = False, time_scale: float = 1000.0, data_at_1: bool = False,
+    time_law: str = "uniform",
+) -> Objective:  # fmt: skip
+    """An objective from the names in a config; the last three are options of path linear."""
     if path not in PATHS:
         raise ValueError(f"objective.path must be one of {', '.join(PATHS)}, got {path!r}")
-    interpolant = Linear(time_scale, data_at_1) if path == "linear" else PATHS[path]()
+    if path == "ddpm" and time_law != "uniform":
+        raise ValueError(f"objective.time_law {time_law} is an option of path linear; the steps of path ddpm are drawn uniformly")
+    interpolant = Linear(time_scale, data_at_1, time_law) if path == "linear" else PATHS[path]()
     return Objective(interpolant, target, learn_variance)
 
 

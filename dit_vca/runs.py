@@ -191,8 +191,9 @@ def objective_of(config: Config) -> Objective:
     """The objective of a config."""
     o = config.objective
     return build_objective(
-        o.path, target=o.target, learn_variance=o.learn_variance, time_scale=o.time_scale, data_at_1=o.data_at_1
-    )
+        o.path, target=o.target, learn_variance=o.learn_variance, time_scale=o.time_scale, data_at_1=o.data_at_1,
+        time_law=o.time_law,
+    )  # fmt: skip
 
 
 def resolve(config: Config, manifest: Manifest) -> Config:

@@ -125,6 +125,17 @@ def test_training_times_of_the_linear_path_are_uniform():
     assert torch.equal(Linear().sample_t(u), u)
 
 
+def test_logit_normal_times_have_standard_normal_logits_and_stay_in_the_unit_interval():
+    u = (torch.arange(10_000, dtype=torch.float64) + 0.5) / 10_000
+    t = Linear(time_law="logit-normal").sample_t(u)
+    z = torch.logit(t)
+    assert t.dtype == torch.float64 and bool((t[1:] > t[:-1]).all())
+    assert abs(float(z.mean())) < 1e-9 and float(z.var()) == pytest.approx(1, abs=2e-3)
+    assert float((z < -1).double().mean()) == pytest.approx(0.158655, abs=2e-4)
+    ends = Linear(time_law="logit-normal").sample_t(torch.tensor([0.0, math.nextafter(1, 0)], dtype=torch.float64))
+    assert float(ends[0]) == 0 and 0.999 < float(ends[1]) <= 1
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [

@@ -154,7 +154,9 @@ def test_reversed_time_reverses_the_velocity_the_sampler_sees():
     [("ddpm", {"target": "v"}, "path ddpm has none: use target eps"), ("linear", {"target": "eps"}, "use target v"),
      ("linear", {"target": "score"}, "must be v or eps, got 'score'"),
      ("nonsense", {"target": "v"}, "objective.path must be one of linear, ddpm"),
-     ("linear", {"target": "v", "learn_variance": True}, "defined for path ddpm only")],
+     ("linear", {"target": "v", "learn_variance": True}, "defined for path ddpm only"),
+     ("linear", {"target": "v", "time_law": "normal"}, "must be uniform or logit-normal, got 'normal'"),
+     ("ddpm", {"target": "eps", "time_law": "logit-normal"}, "an option of path linear")],
 )  # fmt: skip
 def test_an_objective_that_cannot_be_is_refused(path, options, message):
     with pytest.raises(ValueError, match=message):
@@ -163,4 +165,5 @@ def test_an_objective_that_cannot_be_is_refused(path, options, message):
 
 def test_an_objective_is_built_from_the_names_of_a_config():
     assert build_objective("ddpm", target="eps", learn_variance=True) == DDPM
-    assert build_objective("linear", target="v", time_scale=1.0, data_at_1=True) == Objective(Linear(1.0, True), "v")
+    options = {"time_scale": 1.0, "data_at_1": True, "time_law": "logit-normal"}
+    assert build_objective("linear", target="v", **options) == Objective(Linear(1.0, True, "logit-normal"), "v")

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..evaluation import DEFAULT_BATCH
 from .cli import make_parser, parse
 from .encode import pick_device
 
@@ -84,7 +85,7 @@ def _parser(verb: str, description: str):
         default=None,
         help="torch-fidelity's weight file, if it is not in torch's hub cache",
     )
-    parser.add_argument("--batch", type=int, default=64, help="images in one forward pass")
+    parser.add_argument("--batch", type=int, default=DEFAULT_BATCH, help="images in one forward pass")
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda, mps")
     return parser
 

@@ -16,6 +16,7 @@ from ..data.archive import batches, read_array, read_images, sidecar
 from ..data.images import NAMED, open_images
 from ..files import cache_folder, sha256_of_file
 from ..progress import progress
+from . import DEFAULT_BATCH
 from .features import Extractor, open_extractor
 from .inception_score import StreamingInceptionScore
 from .statistics import FeatureStatistics, StreamingStatistics, frechet_distance
@@ -75,7 +76,7 @@ def open_image_set(ref: str | Path | np.ndarray, *, num: int | None = None, imag
 
 def score(
     images: str | Path | np.ndarray, ref: str | Path | np.ndarray | None, *, metrics: Sequence[str] = ("fid", "is"),
-    num: int | None = None, image_size: int | None = None, inception_weights: str | None = None, batch: int = 64,
+    num: int | None = None, image_size: int | None = None, inception_weights: str | None = None, batch: int = DEFAULT_BATCH,
     device: str | torch.device = "cpu",
 ) -> dict[str, Any]:  # fmt: skip
     """The report: {"metrics": {"fid@N": ...}, "samples": ..., "reference": ..., "extractors": ..., ...}.
@@ -182,7 +183,7 @@ def statistics_of(
     return stream.result()
 
 
-def features_of(image_set: ImageSet, extractor: Extractor, batch: int = 64) -> Tensor:
+def features_of(image_set: ImageSet, extractor: Extractor, batch: int = DEFAULT_BATCH) -> Tensor:
     """All features (N, D) float32."""
     return torch.cat([features for features, _ in _features(image_set, extractor, batch, need_logits=False)])
 
@@ -225,7 +226,7 @@ def _write_cache(path: Path, features: Tensor) -> None:
 
 def write_reference(
     data: str, path: Path, *, metrics: Sequence[str], num: int | None = None, image_size: int | None = None,
-    inception_weights: str | None = None, batch: int = 64, device: str | torch.device = "cpu",
+    inception_weights: str | None = None, batch: int = DEFAULT_BATCH, device: str | torch.device = "cpu",
 ) -> None:  # fmt: skip
     """Write an npz with the statistics of `data` for each metric, and where they came from."""
     metrics = [m for m in check_metrics(metrics) if m in STATISTICS_KEYS]
