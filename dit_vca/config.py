@@ -206,6 +206,27 @@ class Config:
     preset: str = ""
 
 
+# Smallest and largest value of every number that has one; None where there is none.
+BOUNDS = {
+    "seed": (0, None), "model.patch_size": (1, None), "model.dim": (1, None), "model.depth": (1, None),
+    "model.num_heads": (1, None), "train.steps": (0, None), "train.batch_size": (1, None), "train.micro_batch": (1, None),
+    "train.lr": (0, None), "train.weight_decay": (0, None), "train.warmup_steps": (0, None), "train.clip_grad": (0, None),
+    "train.ema_decay": (0, 1), "train.label_dropout": (0, 1), "train.num_threads": (1, None), "train.save_every": (1, None),
+    "train.log_every": (1, None), "train.sample_every": (0, None), "sample.guidance_channels": (1, None), "sample.eta": (0, 1),
+}  # fmt: skip
+
+
+def check_bounds(config) -> None:
+    """ValueError for a number of a Config that is out of its bounds, or not a number."""
+    for name, (low, high) in BOUNDS.items():
+        value = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        if value is not None and not (low <= value and (high is None or value <= high) and value != float("inf")):
+            allowed = f"at least {low}" if high is None else f"from {low} to {high}"
+            raise ValueError(f"{name} must be {allowed}, got {value}")
+
+
 SECTIONS = {"model": ModelConfig, "objective": ObjectiveConfig, "data": DataConfig, "train": TrainConfig, "sample": SampleConfig}
 
 

@@ -1,8 +1,24 @@
 """Writing files whole or not at all, and what else every part asks of the system."""
 
+import contextlib
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+
+@contextlib.contextmanager
+def only_process(lock: Path, refusal: str, *, wait: bool = False) -> Iterator[None]:
+    """Hold a lock file that dies with its process; ValueError(refusal) if another process holds it and `wait` is false."""
+    held = FileLock(lock)
+    try:
+        held.acquire(timeout=-1 if wait else 0)
+    except Timeout:
+        raise ValueError(refusal) from None
+    with held:
+        yield
 
 
 def write_text(path: Path, text: str) -> None:

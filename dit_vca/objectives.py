@@ -67,7 +67,7 @@ class Objective:
 
         A network of 2C outputs under an objective without learned variance answers with its first C (SiT's checkpoints).
         """
-        output = model(x_t, self.path.model_time(t).to(x_t.device, torch.float32), y).float()
+        output = model(x_t, self.path.model_time(t).to(x_t.device, torch.float32, non_blocking=True), y).float()
         channels = x_t.shape[1]
         rest = output[:, channels:] if self.learn_variance else None
         output = output[:, :channels]
@@ -89,7 +89,7 @@ class Objective:
         log_variance_hat = interpolated_log_variance((raw_variance + 1) / 2, log_variance, _columns(q.beta.log(), x_t))
         kl = _normal_kl(mean, log_variance, mean_hat, log_variance_hat)
         nll = -_discretized_log_likelihood(x_0, mean_hat, log_variance_hat / 2)
-        first = (self.path.model_time(t) == 0).to(x_t.device).view(-1, *(1 for _ in range(x_t.ndim - 1)))
+        first = (self.path.model_time(t) == 0).to(x_t.device, non_blocking=True).view(-1, *(1 for _ in range(x_t.ndim - 1)))
         return _mean_per_sample(torch.where(first, nll, kl)) / math.log(2)
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from .attention import resolve_options
 from .backbones import BACKBONES
 from .config import Config, from_dict, to_dict, to_json
 from .data.latents import Manifest
-from .files import sha256_of_file, write_text
+from .files import only_process, sha256_of_file, write_text
 from .objectives import Objective, build_objective
 
 WEIGHT_KINDS = ("ema", "model")
@@ -78,14 +77,8 @@ class RunFolder:
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other processes from training in this folder; the lock dies with its process."""
-        lock = FileLock(self.path / ".lock")
-        try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise ValueError(
-                f"another process is training in {self.path}: wait for it, or choose another folder with --run"
-            ) from None
-        with lock:
+        refusal = f"another process is training in {self.path}: wait for it, or choose another folder with --run"
+        with only_process(self.path / ".lock", refusal):
             yield
 
 

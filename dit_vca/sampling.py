@@ -21,7 +21,7 @@ from samplers import SAMPLERS, guided
 from samplers.noise import ImageNoise, keyed_generator
 
 from .config import SampleConfig, to_dict
-from .data.archive import ImageArchive, read_images, sidecar
+from .data.archive import ImageArchive, sidecar
 from .files import available_cores, sha256_of_file, write_text
 from .objectives import Objective
 from .processes import start_processes
@@ -43,6 +43,8 @@ def check_sampling(config: SampleConfig, objective: Objective, num_classes: int)
         raise ValueError(
             f"guidance {config.guidance} needs a conditional model; this one was trained without classes: use --guidance 1"
         )
+    if not 0 <= config.eta <= 1:
+        raise ValueError(f"eta must be from 0 to 1, got {config.eta}")
     if config.eta and config.sampler != "ddim":
         raise ValueError(f"eta is an option of sampler ddim, not of {config.sampler}")
     low, high = config.interval
@@ -161,6 +163,8 @@ def sample_to_folder(
     for name, count in (("num", num), ("tile", tile), ("batch", batch)):
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}")
     state = start_processes(device)
     if state.device.type == "cpu" and state.num_processes == 1:
         torch.set_num_threads(available_cores())
@@ -194,14 +198,14 @@ def sample_to_folder(
         missing = set(range(0, num, tile)) - archive.finished_tiles()
         if missing:
             raise RuntimeError(f"tiles {sorted(missing)[:5]} were not written by any process; start the command again")
-        archive.finish()
         seconds = round(time.perf_counter() - started, 2)
         write_text(
             folder / "images.json", json.dumps({"made_from": record, "network_calls": calls, "seconds": seconds}, indent=1)
         )
         columns = len(class_names) if 1 < len(class_names) <= 20 else 8
-        first = torch.from_numpy(read_images(archive.path)[: 8 * columns].copy())
+        first = torch.from_numpy(archive.first_images(8 * columns))
         Image.fromarray(image_grid(first, columns).numpy()).save(folder / "grid.png")
+        archive.finish()  # last: where images.npz is, the rest is too
     state.wait_for_everyone()
     return folder
 

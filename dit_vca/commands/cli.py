@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from jsonargparse import ArgumentError, ArgumentParser, Namespace
+from safetensors import SafetensorError
 
 from ..errors import Interrupted, NonFinite
 
@@ -73,7 +74,7 @@ def run(verb: str, main: Callable[[Sequence[str] | None], None], argv: Sequence[
     except KeyboardInterrupt:
         print(f"dit-vca {verb}: interrupted", file=sys.stderr)
         return 130
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:
         if os.environ.get("DIT_VCA_TRACEBACK"):
             raise
         print(f"dit-vca {verb}: error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -26,14 +26,15 @@ def read_arguments(argv: Sequence[str] | None):
     first = _parser(Config())
     asked = parse(first, argv)
     resumed = asked.run is not None and RunFolder(Path(asked.run)).exists()
-    if resumed and asked.preset:
-        raise ValueError(
-            f"{asked.run} holds a run: it goes on with its own configuration; leave --preset out, or choose another --run"
-        )
     if resumed:
         from ..training import current_config
 
         base = current_config(RunFolder(Path(asked.run)))
+        if asked.preset not in (None, base.preset):
+            raise ValueError(
+                f"{asked.run} holds a run of preset {base.preset or '(none)'} and goes on with its own configuration: "
+                f"leave --preset {asked.preset} out, or choose another --run"
+            )
     else:
         base = preset(asked.preset or DEFAULT_PRESET)
     arguments = parse(_parser(base), argv)

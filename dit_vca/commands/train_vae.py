@@ -29,6 +29,10 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     pick_device("cpu")
     source = open_images(arguments.images, arguments.image_size)
+    if source.image_size % 2:
+        raise ValueError(f"--image-size must be even, for latents of half the side, got {source.image_size}")
+    if arguments.seed < 0:
+        raise ValueError(f"--seed must be at least 0, got {arguments.seed}")
     vae = train_autoencoder(source, steps=arguments.steps, kl_weight=arguments.kl_weight, seed=arguments.seed)
     held_out = open_images(arguments.images, None, split="test") if arguments.images in NAMED else source
     psnr = reconstruction_psnr(vae, held_out)

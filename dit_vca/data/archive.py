@@ -74,6 +74,10 @@ class ImageArchive:
                 raise ValueError(
                     f"{self.partial} is of other settings or weights: remove it, or choose another folder with --out"
                 )
+            for journal in self._journals():  # a line cut short by a kill must not run into the next one
+                text = journal.read_text()
+                if not text.endswith("\n"):
+                    os.truncate(journal, text.rfind("\n") + 1)
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         for stale in self.path.parent.glob(f"{self.partial.name}.*"):
@@ -93,7 +97,7 @@ class ImageArchive:
     def finished_tiles(self) -> set[int]:
         """First indices of the tiles that are on disk, by every process's journal."""
         done = set()
-        for journal in self.path.parent.glob(f"{self.partial.name}.tiles-*"):
+        for journal in self._journals():
             for line in journal.read_text().splitlines(keepends=True):
                 if line.endswith("\n"):  # a line cut short by a kill does not count
                     done.add(int(line))
@@ -114,6 +118,11 @@ class ImageArchive:
             os.fsync(file.fileno())
         with open(self._journal(f"tiles-{rank}"), "a") as journal:
             journal.write("".join(f"{start}\n" for start in tiles))
+
+    def first_images(self, count: int) -> np.ndarray:
+        """The first images, uint8 (at most count, S, S, 3), once all tiles are there."""
+        shape = (min(count, self.num), self.size, self.size, 3)
+        return np.fromfile(self.partial, np.uint8, int(np.prod(shape)), offset=self._members[0].data_offset).reshape(shape)
 
     def finish(self) -> None:
         """Checksums, directory, sync, rename, and no journal any more; call it in one process, once all tiles are there."""
@@ -137,6 +146,9 @@ class ImageArchive:
 
     def _journal(self, kind: str) -> Path:
         return self.path.parent / f"{self.partial.name}.{kind}"
+
+    def _journals(self) -> list[Path]:
+        return sorted(self.path.parent.glob(f"{self.partial.name}.tiles-*"))
 
 
 def _member(name: str, shape: tuple[int, ...], dtype, offset: int) -> Member:
@@ -208,6 +220,8 @@ def read_images(path: Path, key: str = IMAGES) -> np.ndarray:
 def read_array(path: Path, key: str) -> np.ndarray | None:
     """A small array of an npz (labels, statistics), or None if it has no such key; nothing is unpickled."""
     try:
+        if not zipfile.is_zipfile(path):
+            raise ValueError("it is no npz file")
         with np.load(path, allow_pickle=False) as archive:
             return archive.get(key)
     except (zipfile.BadZipFile, EOFError, OSError, ValueError) as error:

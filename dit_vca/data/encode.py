@@ -10,25 +10,40 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from ..files import fsync_folder, write_text
+from ..files import fsync_folder, only_process, write_text
 from ..progress import progress
 from ..vae import Codec
 from .images import BadImage, ImageSource
-from .latents import MANIFEST, Manifest, ShardEntry
+from .latents import MANIFEST, Manifest, ShardEntry, read_manifest
 
 SHARD_IMAGES = 10_000
 ENCODE_BATCH = 64  # fixed, so that a resumed run writes the same bytes as an uninterrupted one
 
 
-def encode(source: ImageSource, codec: Codec, folder: Path, *, flip: bool, skip_bad: bool = False) -> Manifest:
+def encode(
+    source: ImageSource, codec: Codec, folder: Path, *, flip: bool, skip_bad: bool = False, wait: bool = False
+) -> Manifest:
     """Write `folder` with shards and a manifest, through `folder`.partial, which a later call with the same input continues.
 
     Bad images are left out and listed in the manifest if `skip_bad`; otherwise ValueError names them all once every
-    image has been tried, and the shards made so far are kept for a call with `skip_bad`.
+    image has been tried, and the shards made so far are kept for a call with `skip_bad`. If another process encodes to
+    the folder: ValueError, or with `wait` what it made.
     """
     folder = Path(folder)
+    taken = f"{folder} exists already: choose another folder, or remove it"
     if folder.exists():
-        raise ValueError(f"{folder} exists already: choose another folder, or remove it")
+        raise ValueError(taken)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    lock = folder.with_name(f".{folder.name}.lock")
+    with only_process(lock, f"another process is encoding to {folder}: wait for it, or choose another folder", wait=wait):
+        if folder.exists() and not wait:
+            raise ValueError(taken)
+        manifest = read_manifest(folder) if folder.exists() else _encode(source, codec, folder, flip, skip_bad)
+        lock.unlink(missing_ok=True)  # from here on the folder itself keeps others out
+    return manifest
+
+
+def _encode(source: ImageSource, codec: Codec, folder: Path, flip: bool, skip_bad: bool) -> Manifest:
     partial = folder.with_name(folder.name + ".partial")
     _begin(partial, {"source": source.fingerprint, "latent": asdict(codec.latent), "flip": flip})
     entries, bad = [], []
@@ -47,7 +62,7 @@ def encode(source: ImageSource, codec: Codec, folder: Path, *, flip: bool, skip_
     if bad and not skip_bad:
         raise ValueError(
             f"{len(bad)} of {len(source)} images cannot be read: {'; '.join(bad)}. "
-            f"Remove them, or pass --skip-bad to leave them out (what is encoded is kept)"
+            f"Remove them, or leave them out with: dit-vca encode IMAGES SHARDS --skip-bad true (what is encoded is kept)"
         )
     entries = [entry for entry in entries if entry.count]
     if not entries:
@@ -67,10 +82,14 @@ def encode(source: ImageSource, codec: Codec, folder: Path, *, flip: bool, skip_
 
 
 def _begin(partial: Path, identity: dict) -> None:
-    """Continue a partial folder made from the same input; start afresh otherwise."""
+    """Continue a partial folder made from the same input; ValueError for one of another input that holds shards."""
     marker = partial / "input.json"
     if marker.is_file() and json.loads(marker.read_text()) == identity:
         return
+    if any(partial.glob("[0-9]*.json")):
+        raise ValueError(
+            f"{partial} holds shards of other images, another VAE or other options: remove it, or choose another folder"
+        )
     if partial.exists():
         shutil.rmtree(partial)
     partial.mkdir(parents=True)

@@ -26,7 +26,7 @@ def prepare_shards(data: DataConfig, device: torch.device | str = "cpu") -> Late
     slug = re.sub(r"[^A-Za-z0-9-]+", "-", Path(data.name).name)
     folder = Path(data.cache) / f"{slug}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     if not folder.exists():
-        encode(source, codec, folder, flip=data.flip)
+        encode(source, codec, folder, flip=data.flip, wait=True)
     return LatentShards(folder)
 
 

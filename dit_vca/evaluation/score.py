@@ -65,6 +65,8 @@ def open_image_set(ref: str | Path | np.ndarray, *, num: int | None = None, imag
     if found.images.dtype != np.uint8 or found.images.ndim != 4 or found.images.shape[3] != 3:
         raise ValueError(f"{found.name}: images must be uint8 (N, S, S, 3), got {found.images.dtype} {found.images.shape}")
     if num is not None:
+        if num < 2:
+            raise ValueError(f"num must be at least 2, got {num}")
         if num > len(found):
             raise ValueError(f"{found.name} holds {len(found)} images, {num} were asked for")
         labels = None if found.labels is None else found.labels[:num]

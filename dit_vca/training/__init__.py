@@ -7,7 +7,7 @@ from pathlib import Path
 
 from accelerate.utils import broadcast_object_list
 
-from ..config import Config, differences
+from ..config import Config, check_bounds, differences
 from ..data.prepare import prepare_shards
 from ..errors import Interrupted, NonFinite
 from ..runs import RunFolder, new_run_folder, resolve
@@ -33,7 +33,11 @@ def train(config: Config, run: str | Path | None = None, *, allow_change: bool =
     `allow_change` permits another learning rate, batch size and the like on resume. Raises ValueError for a mistake in
     the config or the data, NonFinite if the loss diverges, Interrupted after a signal.
     """
+    check_bounds(config)
     accelerator = start_accelerator(config.train)
+    config = _with(config, "train.mixed_precision", accelerator.mixed_precision)  # what the launcher chose is recorded too
+    if run is not None and accelerator.is_main_process:
+        _check_folder(RunFolder(Path(run)))
     with accelerator.main_process_first():
         shards = prepare_shards(config.data, accelerator.device)
     config = resolve(config, shards.manifest)
@@ -69,14 +73,21 @@ def current_config(folder: RunFolder) -> Config:
     return config
 
 
+def _check_folder(folder: RunFolder) -> None:
+    """ValueError for a folder that holds something else than a run."""
+    if folder.path.exists() and not folder.path.is_dir():
+        raise ValueError(f"{folder.path} is a file: give a folder with --run")
+    occupied = [] if folder.exists() or not folder.path.exists() else [p for p in folder.path.iterdir() if p.name != ".lock"]
+    if occupied:
+        raise ValueError(
+            f"{folder.path} is not a run folder and not empty (it holds {occupied[0].name}): choose another with --run"
+        )
+
+
 def _record(folder: RunFolder, config: Config, allow_change: bool) -> None:
     """Write config.json, or check against it and append what changed to config.history.jsonl."""
     if not folder.exists():
-        occupied = [p.name for p in folder.path.iterdir() if p.name != ".lock"]
-        if occupied:
-            raise ValueError(
-                f"{folder.path} is not a run folder and not empty (it holds {occupied[0]}): choose another with --run"
-            )
+        _check_folder(folder)
         folder.write_config(config)
         return
     changes = differences(current_config(folder), config)

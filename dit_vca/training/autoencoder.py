@@ -48,12 +48,14 @@ def train_autoencoder(
         vae = build_autoencoder(source.image_size).to(memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(vae.parameters(), lr=lr, weight_decay=0.0, fused=True)
     order = PositionOrder(len(source), seed)
+    grey = torch.ones((), dtype=torch.bool)  # whether red, green and blue were equal in every image seen
     bar = progress(steps, "step", "train-vae")
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr * min(1, (step + 1) / 100) * 0.5 * (1 + math.cos(math.pi * step / steps))
         positions = range(step * batch_size, (step + 1) * batch_size)
         x = _batch(source, order.indices(positions))
+        grey &= (x == x[:, :1]).all()
         posterior = vae.encode(x).latent_dist
         noise = normal(seed, "latent", positions, posterior.mean.shape[1:])
         reconstruction = vae.decode(posterior.mean + posterior.std * noise).sample
@@ -66,7 +68,7 @@ def train_autoencoder(
         optimizer.step()
         bar.update(1)
     bar.close()
-    if _is_grey(source):
+    if grey:
         _tie_output_channels(vae)
     vae.register_to_config(scaling_factor=round(1 / _latent_std(vae.eval(), source), 5))
     return vae
@@ -76,11 +78,6 @@ def _error(reconstruction: Tensor, x: Tensor) -> Tensor:
     """The difference, but none where the decoder overshoots black or white: those are clipped, so a background is clean."""
     overshoot = ((x <= -1) & (reconstruction < -1)) | ((x >= 1) & (reconstruction > 1))
     return torch.where(overshoot, 0.0, reconstruction - x)
-
-
-def _is_grey(source: ImageSource) -> bool:
-    """Whether red, green and blue are equal in the first images."""
-    return all(bool((x == x[..., :1]).all()) for x in (source.load(i) for i in range(min(256, len(source)))))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from ..processes import check_process_count, without_accelerator
 from ..progress import progress
 from ..runs import RunFolder, build_network, find_weights, objective_of, read_weights
 from ..sampling import balanced_labels, check_sampling, generate, image_grid
-from ..vae import codec_of
+from ..vae import Codec, codec_of
 from .ema import EMA
 from .optim import build_optimizer, learning_rate
 from .state import TrainState, load_checkpoint, remove_unfinished, save_checkpoint
@@ -56,11 +56,16 @@ def start_accelerator(config: TrainConfig) -> Accelerator:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How a global batch is split: micro-step m of process r takes one contiguous slice of positions."""
+    """How a global batch is split: micro-step m of process r takes one contiguous slice of positions.
+
+    `first_position` is the position of step 0. It is 0 unless the batch size was changed on resume: the stream then
+    goes on where it was, no position twice and none left out.
+    """
 
     batch_size: int
     micro_batch: int
     num_processes: int
+    first_position: int = 0
 
     @classmethod
     def of(cls, config: TrainConfig, num_processes: int) -> "BatchPlan":
@@ -78,8 +83,16 @@ class BatchPlan:
 
     def positions(self, step: int, micro_step: int, rank: int) -> np.ndarray:
         """Global positions (micro_batch,) of one forward pass."""
-        start = step * self.batch_size + (micro_step * self.num_processes + rank) * self.micro_batch
+        start = self.position(step) + (micro_step * self.num_processes + rank) * self.micro_batch
         return np.arange(start, start + self.micro_batch)
+
+    def position(self, step: int) -> int:
+        """The first position of a step; so many images were consumed before it."""
+        return self.first_position + step * self.batch_size
+
+    def resumed(self, step: int, position: int) -> "BatchPlan":
+        """This plan, going on at `step` from `position`."""
+        return replace(self, first_position=position - step * self.batch_size)
 
 
 def check_config(config: Config, num_processes: int, *, begins: bool) -> None:
@@ -112,6 +125,7 @@ def train(config: Config, run: RunFolder, shards: LatentShards, accelerator: Acc
     if checkpoint is not None:
         saved = load_checkpoint(checkpoint, network=network, ema=ema.network, optimizer=optimizer.optimizer)
         first_step = saved.step
+        plan = plan.resumed(saved.step, saved.position)
         _restore_scale(accelerator, saved)
         accelerator.print(_resume_line(checkpoint, saved, _state(accelerator, plan, saved.step)))
     if accelerator.is_main_process:
@@ -122,6 +136,7 @@ def train(config: Config, run: RunFolder, shards: LatentShards, accelerator: Acc
         return
     accelerator.print(_start_line(config, plan, network, accelerator))
     monitor = Monitor(accelerator, run, config, plan, first_step)
+    codec = _codec_for_previews(config, accelerator) if accelerator.is_main_process else None
 
     def save(step: int) -> None:
         monitor.raise_if_bad(step)
@@ -135,7 +150,7 @@ def train(config: Config, run: RunFolder, shards: LatentShards, accelerator: Acc
         save(0)
         return
     batches = _batches(shards, task, config, plan, accelerator.process_index, first_step)
-    with SignalWatch() as watch, contextlib.closing(batches), monitor:
+    with SignalWatch(accelerator.num_processes) as watch, contextlib.closing(batches), monitor:
         for step in range(first_step, t.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(t, step)
@@ -156,12 +171,12 @@ def train(config: Config, run: RunFolder, shards: LatentShards, accelerator: Acc
             ema.update(skip=bad)
             done = step + 1
             monitor.step(done, learning_rate(t, step))
-            stop = watch.agreed(accelerator, check=done % t.log_every == 0)
+            stop = watch.agreed()
             if done % t.save_every == 0 or done == t.steps or stop:
                 save(done)
             if done == t.steps or (t.sample_every and done % t.sample_every == 0):
-                if accelerator.is_main_process:
-                    _preview(run, config, ema, accelerator, done)
+                if codec is not None:
+                    _preview(run, config, ema, codec, done)
                 accelerator.wait_for_everyone()
             if stop:
                 raise Interrupted(stop)
@@ -221,7 +236,7 @@ class Monitor:
         if bad_step < 0:
             return
         terms = ", ".join(f"{name} {float(value):g}" for name, value in self._bad_terms.items())
-        first = bad_step * self.plan.batch_size
+        first = self.plan.position(bad_step)
         raise NonFinite(
             f"loss or gradient is not finite at step {bad_step} ({terms} in this process), positions {first} to "
             f"{first + self.plan.batch_size - 1}; no weight was changed since. Try a lower train.lr, train.clip_grad, or "
@@ -240,7 +255,7 @@ class Monitor:
         images_per_s = self._steps_summed * self.plan.batch_size / (now - self._clock)
         self._clock, self._steps_summed, self._sums = now, 0, {}
         self._norm = torch.zeros_like(self._norm)
-        record = {"step": done, "images": done * self.plan.batch_size, **means, "lr": lr, "images_per_s": round(images_per_s, 2)}
+        record = {"step": done, "images": self.plan.position(done), **means, "lr": lr, "images_per_s": round(images_per_s, 2)}
         self.accelerator.log({k: v for k, v in record.items() if k != "step"}, step=done)
         if self.accelerator.is_main_process:
             self._bar.set_postfix_str(f"loss {means['loss']:.4f}, {images_per_s:.0f} images/s", refresh=False)
@@ -256,11 +271,17 @@ class Monitor:
 
 
 class SignalWatch:
-    """Turns SIGTERM and Ctrl-C into a request to save and leave after the current step; a second one acts at once."""
+    """Turns SIGTERM and Ctrl-C into a request to save and leave after the current step; a second one acts at once.
 
-    def __init__(self):
+    Several processes must stop at the same step: each step starts a reduction of what they received, on the host, and
+    reads that of the step before, so that nobody waits for it and the device is not asked.
+    """
+
+    def __init__(self, num_processes: int):
         self._received = 0
         self._previous = {}
+        self._group = torch.distributed.new_group(backend="gloo") if num_processes > 1 else None
+        self._pending: tuple[Tensor, torch.distributed.Work] | None = None
 
     def __enter__(self) -> "SignalWatch":
         with contextlib.suppress(ValueError):  # not the main thread: signals are somebody else's
@@ -268,22 +289,27 @@ class SignalWatch:
                 self._previous[number] = signal.signal(number, self._note)
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, kind, *_) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self._pending and kind in (None, Interrupted):  # all processes leave here; after a fault the others may not come
+            self._pending[1].wait()
 
     def _note(self, number, frame) -> None:
         self._received = number
         signal.signal(number, self._previous[number])
 
-    def agreed(self, accelerator: Accelerator, *, check: bool) -> int:
-        """The signal to stop for, or 0; the same in all processes, which agree only where `check` is true."""
-        if accelerator.num_processes == 1:
+    def agreed(self) -> int:
+        """The signal to stop for, or 0; the same in all processes. Call it once a step."""
+        if self._group is None:
             return self._received
-        if not check:
+        last, received = self._pending, torch.tensor([self._received])
+        work = torch.distributed.all_reduce(received, torch.distributed.ReduceOp.MAX, group=self._group, async_op=True)
+        self._pending = received, work
+        if last is None:
             return 0
-        received = torch.tensor([self._received], device=accelerator.device)
-        return int(accelerator.gather(received).max())
+        last[1].wait()
+        return int(last[0])
 
 
 def _batches(
@@ -360,7 +386,7 @@ def _agree(accelerator: Accelerator, decide):
 def _state(accelerator: Accelerator, plan: BatchPlan, step: int) -> TrainState:
     return TrainState(
         step=step,
-        position=step * plan.batch_size,
+        position=plan.position(step),
         loss_scale=accelerator.scaler.get_scale() if accelerator.scaler else None,
         num_processes=plan.num_processes,
         micro_batch=plan.micro_batch,
@@ -407,11 +433,19 @@ def _drop_log_after(run: RunFolder, step: int) -> None:
         write_text(run.log_file, "".join(kept))
 
 
-def _preview(run: RunFolder, config: Config, ema: EMA, accelerator: Accelerator, step: int) -> None:
+def _codec_for_previews(config: Config, accelerator: Accelerator) -> Codec | None:
+    """What decodes the previews, opened before the first step; training itself needs no VAE and goes on without one."""
+    try:
+        return codec_of(config.data.latent, accelerator.device)
+    except (ValueError, OSError) as error:
+        print(f"warning: there will be no previews: {' '.join(str(error).split())}")
+        return None
+
+
+def _preview(run: RunFolder, config: Config, ema: EMA, codec: Codec, step: int) -> None:
     """A grid of images from the EMA weights: 8 a row, the classes in turn."""
     from PIL import Image
 
-    codec = codec_of(config.data.latent, accelerator.device)
     labels = balanced_labels(32, config.model.num_classes)
     images = torch.cat(
         list(generate(ema.network, objective_of(config), codec, config.sample, labels=labels, seed=config.seed, tile=32))
