@@ -100,10 +100,11 @@ def build_objective(
     """An objective from the names in a config; the last three are options of path linear."""
     if path not in PATHS:
         raise ValueError(f"objective.path must be one of {', '.join(PATHS)}, got {path!r}")
-    if path == "ddpm" and time_law != "uniform":
-        raise ValueError(f"objective.time_law {time_law} is an option of path linear; the steps of path ddpm are drawn uniformly")
     interpolant = Linear(time_scale, data_at_1, time_law) if path == "linear" else PATHS[path]()
-    return Objective(interpolant, target, learn_variance)
+    objective = Objective(interpolant, target, learn_variance)
+    if path == "ddpm" and time_law != "uniform":
+        raise ValueError(f"objective.time_law {time_law} is an option of path linear; path ddpm draws its steps uniformly")
+    return objective
 
 
 def _columns(coefficient: Tensor, like: Tensor) -> Tensor:

@@ -65,8 +65,8 @@ def dit_vca(*arguments, cwd: Path, timeout: float = 120, **extra: str) -> subpro
 
 
 def tree(folder: Path) -> dict[str, bytes]:
-    """Every file under a folder with its content, lock files aside."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and p.name != ".lock"}
+    """Everything under a folder: files with their content, folders with none."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else b"" for p in sorted(folder.rglob("*"))}
 
 
 def equal_state(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:

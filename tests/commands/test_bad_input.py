@@ -32,12 +32,22 @@ CASES = {
     "other number of classes": ([*TRAIN, "--model.num_classes", "7"], ["model.num_classes is 7", "2"]),
     "variance without outputs": ([*TRAIN, "--objective.path", "ddpm", "--objective.target", "eps", "--objective.learn_variance", "true"], ["model.learn_sigma"]),
     "target without derivative": ([*TRAIN, "--objective.path", "ddpm"], ["objective.target v", "eps"]),
-    "velocity sampler on a discrete path": ([*TRAIN, "--objective.path", "ddpm", "--objective.target", "eps"], ["euler", "ancestral"]),
+    "velocity sampler on a discrete path": ([*TRAIN, "--objective.path", "ddpm", "--objective.target", "eps", "--objective.time_law", "uniform"], ["euler", "ancestral"]),
     "batch not divisible": ([*TRAIN, "--train.micro_batch", "3"], ["train.micro_batch 3", "8"]),
     "fp16 on a CPU": ([*TRAIN, "--train.mixed_precision", "fp16"], ["fp16", "bf16"]),
     "folder of another kind": (["train", "--run", "images", "--data.name", "shards", *TINY_OPTIONS], ["images", "not a run folder"]),
     "another run's folder": (["train", "--run", "finished", "--model.depth", "3"], ["model.depth: 2 -> 3", "--run"]),
-    "preset for a run": (["train", "--run", "finished", "--preset", "demo"], ["--preset"]),
+    "another preset for a run": (["train", "--run", "finished", "--preset", "demo-softmax"], ["of preset tiny", "--preset demo-softmax"]),
+    "log interval of zero": ([*TRAIN, "--train.log_every", "0"], ["train.log_every", "at least 1"]),
+    "empty batch": ([*TRAIN, "--train.batch_size", "0"], ["train.batch_size", "at least 1"]),
+    "negative steps": ([*TRAIN, "--train.steps", "-5"], ["train.steps", "at least 0", "-5"]),
+    "negative warm-up": ([*TRAIN, "--train.warmup_steps", "-3"], ["train.warmup_steps", "-3"]),
+    "negative learning rate": ([*TRAIN, "--train.lr", "-1"], ["train.lr", "-1"]),
+    "learning rate that is no number": ([*TRAIN, "--train.lr", "nan"], ["train.lr", "nan"]),
+    "decay above one": ([*TRAIN, "--train.ema_decay", "1.5"], ["train.ema_decay", "from 0 to 1"]),
+    "negative seed": ([*TRAIN, "--seed", "-1"], ["seed", "at least 0"]),
+    "no heads": ([*TRAIN, "--model.num_heads", "0"], ["model.num_heads"]),
+    "time law of another path": ([*TRAIN, "--objective.path", "ddpm", "--objective.target", "eps", "--objective.time_law", "logit-normal"], ["objective.time_law"]),
     "other learning rate": (["train", "--run", "finished", "--train.lr", "1", "--train.steps", "9"], ["train.lr", "--allow-change"]),
     "no such data": (["train", "--run", "run", "--data.name", "nowhere"], ["'nowhere'", "fashion-mnist"]),
     "images without a VAE": (["train", "--run", "run", "--data.name", "images", "--data.image_size", "8"], ["VAE", "none"]),
@@ -54,6 +64,8 @@ CASES = {
     "unknown class": ([*SAMPLE, "--labels", "bird"], ["'bird'", "cat, dog"]),
     "interval reversed": ([*SAMPLE, "--interval", "[0.9,0.1]"], ["interval"]),
     "eta of another sampler": ([*SAMPLE, "--eta", "0.5"], ["eta", "ddim"]),
+    "eta out of range": ([*SAMPLE, "--sampler", "ddim", "--eta", "5"], ["eta", "from 0 to 1"]),
+    "negative seed of sampling": ([*SAMPLE, "--seed", "-1"], ["seed", "at least 0"]),
     "device": ([*SAMPLE, "--device", "abacus"], ["abacus"]),
     "guidance without classes": (["sample", "--ckpt", "unconditional", "--guidance", "2", "--out", "out"], ["trained without classes", "--guidance 1"]),
     "missing npz": (["score", "nowhere.npz", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["nowhere.npz does not exist"]),
@@ -72,6 +84,10 @@ CASES = {
     "empty folder": (["encode", "empty", "new", "--vae", "none", "--image-size", "8"], ["no images in empty"]),
     "mixed folder": (["encode", "mixed", "new", "--vae", "none", "--image-size", "8"], ["both images"]),
     "folder without a size": (["encode", "images", "new", "--vae", "none"], ["--image-size"]),
+    "array as a reference": (["score", "plain.npz", "--ref", "array.npy", "--metrics", "fd-lite0"], ["array.npy", "npz"]),
+    "negative number of images": (["score", "plain.npz", "--ref", "other.npz", "--metrics", "fd-lite0", "--num", "-2"], ["num", "at least 2"]),
+    "more than the held-out images": (["demo", "--num", "2001"], ["--num", "2000"]),
+    "odd size of an autoencoder": (["train-vae", "images", "new", "--image-size", "9"], ["even", "9"]),
     "encode without a VAE": (["encode", "images", "new", "--image-size", "8"], ["--vae", "none"]),
     "no such VAE": (["encode", "images", "new", "--image-size", "8", "--vae", "empty"], ["config.json"]),
     "size the VAE does not divide": (["encode", "images", "new", "--image-size", "9", "--vae", "embedded"], ["9", "2"]),
@@ -127,6 +143,7 @@ def make_arrays(here):
     np.savez(here / "plain.npz", arr_0=pixels)
     np.savez(here / "other.npz", arr_0=pixels[::-1])
     np.savez(here / "large.npz", arr_0=rng.integers(0, 256, (12, 16, 16, 3), dtype=np.uint8))
+    np.save(here / "array.npy", pixels)
     np.savez(here / "float.npz", arr_0=pixels.astype(np.float32))
     np.savez(here / "dark.npz", arr_0=pixels % 2)
     np.savez(here / "small-statistics.npz", fd_lite0_mu=np.zeros(3), fd_lite0_sigma=np.eye(3))

@@ -1,7 +1,13 @@
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
-from made import dit_vca
+from made import dit_vca, environment
 
 
 @pytest.mark.slow
@@ -18,3 +24,21 @@ def test_the_demo_ends_with_its_report(tmp_path, preset):
 def test_a_wrong_preset_is_told_before_anything_is_made(tmp_path):
     done = dit_vca("demo", "--preset", "demo-fast", cwd=tmp_path)
     assert done.returncode == 2 and "'demo-fast'" in done.stderr and not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_stopped_demo_stops_the_command_it_had_started(tmp_path):
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "dit_vca", "demo"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert demo.stdout.readline().startswith("$ dit-vca encode")
+    children = Path(f"/proc/{demo.pid}/task/{demo.pid}/children")
+    deadline = time.time() + 60
+    while not (started := children.read_text().split()) and time.time() < deadline:
+        time.sleep(0.05)
+    time.sleep(1)  # it waits for the child by now
+    demo.send_signal(signal.SIGTERM)
+    assert demo.wait(60) == 143
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started[0]), 0)

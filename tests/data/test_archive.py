@@ -60,7 +60,9 @@ def test_a_partial_file_keeps_its_finished_tiles_and_ignores_a_line_cut_short(tm
     second = ImageArchive(path, num=10, size=4, labels=None, identity="a")
     second.begin()
     assert second.finished_tiles() == {0, 4}
-    second.write_tiles({8: images[8:]})
+    second.write_tiles({8: images[8:]}, rank=1)  # its journal ended in a line cut short
+    assert second.finished_tiles() == {0, 4, 8}
+    assert np.array_equal(second.first_images(3), images[:3])
     second.finish()
     assert np.array_equal(read_images(path), images)
 

@@ -12,6 +12,7 @@ from dit_vca.data.images import open_images
 from dit_vca.data.latents import LatentShards, PositionOrder, flips, read_manifest
 from dit_vca.data.prepare import open_source, prepare_shards
 from dit_vca.evaluation.score import score
+from dit_vca.files import only_process
 from dit_vca.vae import latent_from_stored, open_codec
 
 
@@ -120,6 +121,26 @@ def test_a_killed_encoding_goes_on_and_gives_the_same_bytes(tmp_path, images, mo
     assert calls == [0, 1, 2, 2, 3, 4]
     assert tree(tmp_path / "resumed") == tree(tmp_path / "whole")
     assert not (tmp_path / "resumed.partial").exists()
+
+
+def test_partial_shards_of_another_input_are_kept_and_the_folder_refused(tmp_path, images, monkeypatch):
+    monkeypatch.setattr(encoding, "SHARD_IMAGES", 8)
+    source, codec = open_source(str(images), 8, "none", "cpu")
+    partial = tmp_path / "shards.partial"
+    partial.mkdir()
+    (partial / "input.json").write_text("{}")
+    (partial / "00000.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"shards\.partial holds shards of other images"):
+        encode(source, codec, tmp_path / "shards", flip=False)
+    assert (partial / "00000.json").is_file()
+
+
+def test_two_processes_do_not_encode_to_one_folder(tmp_path, images):
+    source, codec = open_source(str(images), 8, "none", "cpu")
+    with only_process(tmp_path / ".shards.lock", ""), pytest.raises(ValueError, match="another process is encoding"):
+        encode(source, codec, tmp_path / "shards", flip=False)
+    encode(source, codec, tmp_path / "shards", flip=False)
+    assert [p.name for p in tmp_path.iterdir()] == ["shards"]  # the lock is gone
 
 
 def test_bad_images_are_all_named_and_can_be_left_out(tmp_path):

@@ -137,20 +137,21 @@ class CountSyncs(TorchDispatchMode):
 
 def test_nothing_is_read_from_the_device_between_log_intervals(tmp_path, shards, monkeypatch):
     """The mode sees item(), float() and bool() of tensors; only logging, saving and the preview may call them."""
-    counts = []
-    add, step = Monitor.add, Monitor.step
+    counts, modes = [], []
+    step = Monitor.step
 
-    def begin(self, terms):
-        self.mode = getattr(self, "mode", None) or CountSyncs().__enter__()
-        return add(self, terms)
+    def begin(config, number):  # the first thing a step asks for
+        if not modes:
+            modes.append(CountSyncs().__enter__())
+        return learning_rate(config, number)
 
     def end(self, done, lr):
-        counts.append(self.mode.count)
-        self.mode.__exit__(None, None, None)
-        self.mode = None
+        mode = modes.pop()
+        counts.append(mode.count)
+        mode.__exit__(None, None, None)
         return step(self, done, lr)
 
-    monkeypatch.setattr(Monitor, "add", begin)
+    monkeypatch.setattr("dit_vca.training.loop.learning_rate", begin)
     monkeypatch.setattr(Monitor, "step", end)
     train(tiny_config(shards, steps=6, log_every=3, save_every=6, clip_grad=1.0), tmp_path / "run")
     assert counts == [0] * 6
@@ -268,3 +269,36 @@ def test_training_starts_from_a_weight_file_with_other_classes(tmp_path, run, im
     table = "y_embedder.embedding_table.weight"
     assert after[table].shape == (4, 16) and before[table].shape == (3, 16)
     assert equal_state({k: v for k, v in before.items() if k != table}, {k: v for k, v in after.items() if k != table})
+
+
+def test_another_batch_size_goes_on_where_the_stream_of_positions_was(tmp_path, shards):
+    run = train(tiny_config(shards, steps=2, batch_size=8), tmp_path / "run")
+    base = current_config(run)
+    train(replace(base, train=replace(base.train, steps=4, batch_size=4, micro_batch=None)), run.path, allow_change=True)
+    train(replace(current_config(run), train=replace(current_config(run).train, steps=5)), run.path)
+    assert [json.loads(line)["images"] for line in run.log_file.read_text().splitlines()][-1] == 2 * 8 + 3 * 4
+    state = json.loads((run.checkpoint(5) / "state.json").read_text())
+    assert state["position"] == 28
+    plan = BatchPlan(4, 4, 1).resumed(2, 16)
+    assert [plan.positions(step, 0, 0).tolist() for step in (2, 3)] == [[16, 17, 18, 19], [20, 21, 22, 23]]
+
+
+def test_without_its_vae_a_run_trains_on_and_says_that_there_are_no_previews(tmp_path, shards, monkeypatch, capsys):
+    def gone(*_, **__):
+        raise ValueError("the VAE has moved")
+
+    monkeypatch.setattr("dit_vca.training.loop.codec_of", gone)
+    run = train(tiny_config(shards, steps=2), tmp_path / "run")
+    assert run.checkpoint(2).is_dir() and not run.samples.exists()
+    assert "no previews: the VAE has moved" in capsys.readouterr().out
+
+
+def test_the_precision_a_run_began_with_is_recorded_and_kept(tmp_path, shards, monkeypatch):
+    run = train(tiny_config(shards, steps=1), tmp_path / "run")
+    assert run.read_config().train.mixed_precision == "no"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")  # what accelerate launch --mixed_precision bf16 sets
+    base = current_config(run)
+    train(replace(base, train=replace(base.train, steps=2)), run.path)
+    assert json.loads((run.checkpoint(2) / "state.json").read_text())["precision"] == "no"
+    asked = dit_vca("train", "--run", run.path, "--train.steps", 3, "--train.mixed_precision", "bf16", cwd=tmp_path)
+    assert asked.returncode == 2 and "train.mixed_precision: 'no' -> 'bf16'" in asked.stderr

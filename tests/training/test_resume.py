@@ -137,6 +137,24 @@ def test_another_split_of_the_batch_keeps_samples_times_and_noises(tmp_path, sha
         assert (ours[name] - theirs[name]).abs().max() < 1e-5, name
 
 
+def test_two_processes_agree_to_stop_long_before_the_next_log_line(tmp_path, shards):
+    run = tmp_path / "run"
+    options = ["--train.steps", "1000000", "--train.save_every", "50", "--train.log_every", "1000000"]
+    process = subprocess.Popen(
+        command(run, shards, *options, processes=2), cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    deadline = time.time() + 120
+    while not RunFolder(run).checkpoint(50).is_dir():
+        assert process.poll() is None and time.time() < deadline
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)  # the launcher passes it on
+    stderr = process.communicate(timeout=60)[1]
+    last = int(RunFolder(run).latest_checkpoint().name)
+    assert last % 50, stderr  # not one of the ordinary saves
+    assert json.loads((RunFolder(run).checkpoint(last) / "state.json").read_text())["num_processes"] == 2
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)], ids=["SIGTERM", "Ctrl-C"])
 def test_a_signal_saves_and_leaves_and_the_next_start_goes_on(tmp_path, shards, number, code):
     options = ["--train.steps", "100000", "--train.save_every", "100000", "--train.log_every", "10"]
