@@ -1,5 +1,6 @@
 """Small things the tests make: images, shards, configurations, and the commands as subprocesses."""
 
+import json
 import os
 import subprocess
 import sys
@@ -62,6 +63,15 @@ def dit_vca(*arguments, cwd: Path, timeout: float = 120, **extra: str) -> subpro
     """`python -m dit_vca ...` as a user would run it."""
     command = [sys.executable, "-m", "dit_vca", *map(str, arguments)]
     return subprocess.run(command, cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=timeout)
+
+
+def dit_vca_forked(commands: dict[str, list[str]], *, cwd: Path) -> dict[str, subprocess.CompletedProcess]:
+    """`dit-vca ...` for each of many commands, one after the other, without the imports of each."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests" / "forked.py")], input=json.dumps(commands), cwd=cwd, env=environment(),
+        stdout=subprocess.PIPE, text=True, timeout=600, check=True,
+    )  # fmt: skip
+    return {name: subprocess.CompletedProcess(commands[name], *found) for name, found in json.loads(done.stdout).items()}
 
 
 def tree(folder: Path) -> dict[str, bytes]:
