@@ -34,6 +34,13 @@ def test_numpy_and_zipfile_read_what_was_written(tmp_path, labels):
         assert all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
 
 
+def test_a_checksum_is_of_all_chunks_of_a_long_member(tmp_path, monkeypatch):
+    monkeypatch.setattr("dit_vca.data.archive._CHUNK", 100)
+    write(tmp_path / "images.npz", made(10))
+    with zipfile.ZipFile(tmp_path / "images.npz") as archive:
+        assert archive.testzip() is None
+
+
 def test_bytes_do_not_depend_on_the_order_of_tiles_or_on_the_time(tmp_path):
     images = made()
     write(tmp_path / "a.npz", images)
