@@ -99,7 +99,7 @@ def test_draws_are_a_function_of_seed_purpose_and_position(shards):
     task = GenerationTask(build_network(config), objective_of(config), config.data.latent, label_dropout=0.5, seed=1)
     whole, part = task.draw(range(100, 164)), task.draw(range(120, 130))
     assert all(torch.equal(whole[name][20:30], part[name]) for name in whole)
-    assert 0.2 < whole["drop"].float().mean() < 0.8
+    assert 0.45 < task.draw(range(2000))["drop"].float().mean() < 0.55
     other = GenerationTask(task.network, task.objective, task.latent, label_dropout=0.5, seed=2).draw(range(100, 164))
     assert not any(torch.equal(whole[name], other[name]) for name in ("t", "eps", "latent_noise"))
     assert not torch.equal(whole["eps"], whole["latent_noise"])
