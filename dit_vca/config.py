@@ -212,7 +212,7 @@ BOUNDS = {
     "model.num_heads": (1, None), "train.steps": (0, None), "train.batch_size": (1, None), "train.micro_batch": (1, None),
     "train.lr": (0, None), "train.weight_decay": (0, None), "train.warmup_steps": (0, None), "train.clip_grad": (0, None),
     "train.ema_decay": (0, 1), "train.label_dropout": (0, 1), "train.num_threads": (1, None), "train.save_every": (1, None),
-    "train.log_every": (1, None), "train.sample_every": (0, None), "sample.guidance_channels": (1, None), "sample.eta": (0, 1),
+    "train.log_every": (1, None), "train.sample_every": (0, None), "sample.guidance_channels": (1, None),
 }  # fmt: skip
 
 

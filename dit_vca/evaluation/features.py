@@ -38,7 +38,7 @@ class Lite0(FeatureExtractorBase):
         super().__init__(name, list(features_list))
         self.network = timm.create_model("tf_efficientnet_lite0", pretrained=False).eval().requires_grad_(False)
         self.network.load_state_dict(_lite0_weights(self.network))
-        self.network.to(memory_format=torch.channels_last)  # on a CPU up to twice as fast; the numbers are the same
+        self.network.to(memory_format=torch.channels_last)  # on a CPU up to twice as fast; equal up to rounding
 
     @staticmethod
     def get_provided_features_list() -> tuple[str, ...]:
