@@ -59,7 +59,7 @@ class ObjectiveConfig:
 
     Args:
         path: linear (rectified flow) or ddpm (1000 discrete steps).
-        target: what the network predicts: v on path linear, eps on path ddpm.
+        target: what the network predicts: v (the velocity), or eps (the noise; path ddpm only).
         learn_variance: DDPM's hybrid loss with a learned-range variance; needs model.learn_sigma.
         time_scale: factor on the time the network is fed, path linear; 1 is SiT's.
         data_at_1: feed 1 - t and predict data minus noise, path linear: the direction of SiT's published weights.

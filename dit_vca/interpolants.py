@@ -18,7 +18,7 @@ class Interpolant(Protocol):
     """What objectives and samplers ask of a path. Times are float64 in [0, 1]."""
 
     def coefficients(self, t: Tensor) -> Coefficients:
-        """alpha, sigma, d_alpha/dt, d_sigma/dt at t, of its shape and device."""
+        """alpha, sigma and their derivatives along the path at t, of its shape and device."""
 
     def sample_t(self, u: Tensor) -> Tensor:
         """Training times from uniform draws u in [0, 1): the inverse distribution function of the time law."""
@@ -69,7 +69,7 @@ class DiscreteVP:
     """DDPM's chain (Ho et al. 2020): beta linear from 1e-4 to 0.02 over 1000 steps, alpha^2 = prod(1 - beta).
 
     Index i of the chain is t = (i + 1) / 1000; t = 0 is data. The network is fed i. Coefficients exist at these
-    times only, so there are no derivatives.
+    times only; their derivatives are with respect to the angle, alpha = cos(phi) and sigma = sin(phi).
     """
 
     num_timesteps: int = 1000
@@ -83,7 +83,8 @@ class DiscreteVP:
 
     def coefficients(self, t: Tensor) -> Coefficients:
         a = self._alphas_cumprod.to(t.device)[self._grid_index(t)]
-        return Coefficients(torch.sqrt(a), torch.sqrt(1 - a), None, None)
+        alpha, sigma = torch.sqrt(a), torch.sqrt(1 - a)
+        return Coefficients(alpha, sigma, -sigma, alpha)
 
     def sample_t(self, u: Tensor) -> Tensor:
         return (torch.floor(u * self.num_timesteps) + 1) / self.num_timesteps
@@ -104,11 +105,11 @@ class DiscreteVP:
         kept = respaced_timesteps(num_steps, self.num_timesteps)
         t = torch.cat([(kept.flip(0) + 1).double() / self.num_timesteps, torch.zeros(1, dtype=torch.float64)])
         floor = self._log_variance_at_index_1(kept) if len(kept) > 1 else None
-        return Schedule(t, self.coefficients(t), min_log_variance=floor)
+        return Schedule(t, self.coefficients(t), min_log_variance=floor, continuous=False)
 
     def _log_variance_at_index_1(self, kept: Tensor) -> float:
-        first, second = self.coefficients((kept[:2] + 1).double() / self.num_timesteps).alpha.split(1)
-        now, then = (Coefficients(a, torch.sqrt(1 - a**2), None, None) for a in (second, first))
+        both = self.coefficients((kept[:2] + 1).double() / self.num_timesteps)
+        then, now = (Coefficients(*(c[i] for c in both)) for i in (0, 1))
         return float(posterior(now, then).log_variance)
 
     def _grid_index(self, t: Tensor) -> Tensor:

@@ -14,7 +14,10 @@ from .interpolants import PATHS, DiscreteVP, Interpolant, Linear
 
 @dataclass(frozen=True)
 class Objective:
-    """`target` is "v" or "eps". `learn_variance` adds DDPM's variational bound for the second half of the channels."""
+    """`target` is "v" or "eps". `learn_variance` adds DDPM's variational bound for the second half of the channels.
+
+    The velocity v is the derivative of x_t along the path: eps - x_0 on path linear, alpha eps - sigma x_0 on path ddpm.
+    """
 
     path: Interpolant
     target: str
@@ -24,8 +27,6 @@ class Objective:
         if self.target not in ("v", "eps"):
             raise ValueError(f"objective.target must be v or eps, got {self.target!r}")
         discrete = isinstance(self.path, DiscreteVP)
-        if self.target == "v" and discrete:
-            raise ValueError("objective.target v needs a path with derivatives; path ddpm has none: use target eps")
         if self.target == "eps" and not discrete:
             raise ValueError("objective.target eps on path linear is singular at the data end: use target v")
         if self.learn_variance and not discrete:
@@ -44,7 +45,8 @@ class Objective:
         terms = {"mse": _mean_per_sample((output - goal) ** 2)}
         if self.learn_variance:
             # The bound trains the variance alone: the mean is held fixed (Nichol and Dhariwal 2021, Section 3.1).
-            terms["vb"] = self._variational_bound(output.detach(), fraction, x_t, x_0, t, now)
+            x_0_hat = Prediction(output.detach(), self.target, x_t, now).x_0.to(x_t.dtype)
+            terms["vb"] = self._variational_bound(x_0_hat, fraction, x_t, x_0, t, now)
         return terms
 
     def predict(self, model, x_t: Tensor, t: Tensor, y: Tensor) -> Prediction:
@@ -75,14 +77,13 @@ class Objective:
             output = -output
         return output, rest
 
-    def _variational_bound(self, eps_hat, raw_variance, x_t, x_0, t, now: Coefficients) -> Tensor:
+    def _variational_bound(self, x_0_hat, raw_variance, x_t, x_0, t, now: Coefficients) -> Tensor:
         """The bound's term at t in bits per dimension (Ho et al. 2020, Eq. 5), (B,).
 
         At the first index it is the likelihood of a discretised Gaussian with bins of 2/255, a pixel likelihood that
         DiT applies to latents; kept for parity.
         """
         q = posterior(now, self.path.coefficients(self.path.previous(t)), min_log_variance=self.path.min_log_variance)
-        x_0_hat = (x_t - _columns(now.sigma, x_t) * eps_hat) / _columns(now.alpha, x_t)
         mean = _posterior_mean(q, x_0, x_t)
         mean_hat = _posterior_mean(q, x_0_hat, x_t)
         log_variance = _columns(q.log_variance, x_t)

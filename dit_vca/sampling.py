@@ -36,8 +36,7 @@ def check_sampling(config: SampleConfig, objective: Objective, num_classes: int)
     """ValueError if these settings cannot be used with this model."""
     if config.sampler not in SAMPLERS:
         raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {config.sampler!r}")
-    discrete = objective.path.schedule(1).coefficients.d_alpha is None
-    if discrete and config.sampler in ("euler", "heun"):
+    if not objective.path.schedule(1).continuous and config.sampler in ("euler", "heun"):
         raise ValueError(f"sampler {config.sampler} follows a velocity, which path ddpm does not have; use ancestral or ddim")
     if config.guidance != 1 and not num_classes:
         raise ValueError(

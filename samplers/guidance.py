@@ -42,7 +42,7 @@ def guided(
             value,
             both.target,
             x,
-            Coefficients(*(None if c is None else c[: len(x)] for c in both.coefficients)),
+            Coefficients(*(c[: len(x)] for c in both.coefficients)),
             None if fraction is None else fraction[: len(x)],
         )
 

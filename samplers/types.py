@@ -1,6 +1,7 @@
 """The contract between a network and a sampler.
 
-Notation: t in [0, 1], t = 0 is data and t = 1 is noise; x_t = alpha(t) x_0 + sigma(t) eps; v = dx_t/dt.
+Notation: t in [0, 1], t = 0 is data and t = 1 is noise; x_t = alpha(t) x_0 + sigma(t) eps; v is the derivative of x_t
+along the path (see Coefficients).
 """
 
 from collections.abc import Callable
@@ -12,15 +13,17 @@ from torch import Tensor
 
 
 class Coefficients(NamedTuple):
-    """alpha, sigma and their derivatives with respect to t, float64, all of one shape.
+    """alpha, sigma and their derivatives along the path, float64, all of one shape.
 
-    The derivatives are None for a path that is defined at discrete times only.
+    The derivatives are with respect to t. A path that is defined at discrete times has alpha = cos(phi) and
+    sigma = sin(phi), and its derivatives are with respect to the angle phi, so that v = alpha eps - sigma x_0 (Salimans
+    and Ho 2022, Section 4 and Appendix D).
     """
 
     alpha: Tensor
     sigma: Tensor
-    d_alpha: Tensor | None
-    d_sigma: Tensor | None
+    d_alpha: Tensor
+    d_sigma: Tensor
 
 
 @dataclass(frozen=True)
@@ -29,12 +32,13 @@ class Schedule:
 
     t[0] is the noisiest time and t[N] = 0. `len()` is N, the number of network calls of a first-order sampler.
     `min_log_variance` bounds the log of the posterior variance from below where that variance is zero (the last step
-    of a discrete chain); None means no bound is defined.
+    of a discrete chain); None means no bound is defined. `continuous` says that v = dx_t/dt, which ODE solvers need.
     """
 
     t: Tensor  # (N+1,)
     coefficients: Coefficients  # each (N+1,)
     min_log_variance: float | None = None
+    continuous: bool = True
 
     def __post_init__(self):
         if len(self.t) < 2 or not bool((self.t[1:] < self.t[:-1]).all()):
@@ -45,7 +49,7 @@ class Schedule:
 
     def at(self, index: int) -> Coefficients:
         """The coefficients at one grid point, each a 0-dimensional float64 tensor on the host."""
-        return Coefficients(*(None if c is None else c[index] for c in self.coefficients))
+        return Coefficients(*(c[index] for c in self.coefficients))
 
 
 def expand(coefficient: Tensor, like: Tensor) -> Tensor:
@@ -101,8 +105,6 @@ class Prediction:
         if self.target == "v":
             return self.value
         _, _, d_alpha, d_sigma = self._coefficients()
-        if d_alpha is None:
-            raise ValueError("this path is defined at discrete times only and has no velocity; use ancestral or ddim")
         return d_alpha * self.x_0 + d_sigma * self.eps
 
     @property
@@ -116,7 +118,7 @@ class Prediction:
         return Prediction(value, self.target, self.x_t, self.coefficients, self.variance_fraction)
 
     def _coefficients(self):
-        return tuple(None if c is None else expand(c, self.x_t) for c in self.coefficients)
+        return tuple(expand(c, self.x_t) for c in self.coefficients)
 
     def _refuse_singular(self, name: str, what: str) -> None:
         coefficient = getattr(self.coefficients, name)  # on the host: no device sync

@@ -98,10 +98,13 @@ def test_the_derivatives_of_the_linear_path_are_those_of_its_coefficients():
     torch.testing.assert_close(at.d_sigma, (after.sigma - before.sigma) / 2e-4, rtol=1e-8, atol=1e-8)
 
 
-def test_the_ddpm_path_preserves_variance_and_has_no_derivatives():
+def test_the_ddpm_path_preserves_variance_and_its_derivatives_are_those_of_its_angle():
     c = DiscreteVP().coefficients(torch.arange(0, 1001, dtype=torch.float64) / 1000)
     torch.testing.assert_close(c.alpha**2 + c.sigma**2, torch.ones(1001, dtype=torch.float64), rtol=1e-14, atol=0)
-    assert c.d_alpha is None and c.d_sigma is None
+    phi = torch.atan2(c.sigma, c.alpha)
+    torch.testing.assert_close(c.d_alpha, -torch.sin(phi), rtol=1e-9, atol=1e-14)
+    torch.testing.assert_close(c.d_sigma, torch.cos(phi), rtol=1e-9, atol=1e-14)
+    assert not DiscreteVP().schedule(3).continuous and Linear().schedule(3).continuous
 
 
 @pytest.mark.parametrize("num_timesteps", [100, 4000])

@@ -8,7 +8,13 @@ from dit_vca.objectives import Objective, build_objective
 from samplers import Coefficients
 
 DDPM = Objective(DiscreteVP(), "eps", learn_variance=True)
-LEGAL = {"linear v": Objective(Linear(), "v"), "ddpm eps": Objective(DiscreteVP(), "eps"), "ddpm eps and variance": DDPM}
+LEGAL = {
+    "linear v": Objective(Linear(), "v"),
+    "ddpm eps": Objective(DiscreteVP(), "eps"),
+    "ddpm eps and variance": DDPM,
+    "ddpm v": Objective(DiscreteVP(), "v"),
+    "ddpm v and variance": Objective(DiscreteVP(), "v", learn_variance=True),
+}
 
 
 class Network(nn.Module):
@@ -50,6 +56,23 @@ def test_the_bound_trains_the_variance_alone_and_the_square_error_the_noise_alon
     assert bool((of_error[:, 4:] == 0).all()) and bool((of_error[:, :4] != 0).any(dim=(1, 2, 3)).all())
 
 
+@pytest.mark.parametrize("index", [0, 1, 300, 999])
+def test_the_bound_is_the_same_for_a_velocity_and_for_the_noise_it_implies(index):
+    generator = torch.Generator().manual_seed(0)
+    x_0, eps, noise, raw = torch.randn(4, 2, 4, 4, 4, dtype=torch.float64, generator=generator)
+    t = torch.full((2,), (index + 1) / 1000, dtype=torch.float64)
+    c = DDPM.path.coefficients(t)
+    alpha, sigma = (column.view(-1, 1, 1, 1) for column in c[:2])
+    x_t = alpha * x_0 + sigma * eps
+    velocity = (noise - sigma * x_t) / alpha  # v = alpha eps - sigma x_0 and x_t = alpha x_0 + sigma eps
+    y = torch.zeros(2, dtype=torch.int64)
+    by_noise, by_velocity = (
+        Objective(DiscreteVP(), target, learn_variance=True).loss(Network(torch.cat([answer, raw], 1)), x_0, y, t=t, eps=eps)
+        for target, answer in (("eps", noise), ("v", velocity))
+    )
+    torch.testing.assert_close(by_velocity["vb"], by_noise["vb"], rtol=2e-4, atol=1e-5)
+
+
 def test_the_outermost_bins_of_the_pixel_likelihood_are_open():
     x_0 = torch.tensor([-1.0, 1.0]).view(2, 1, 1, 1)
     eps = torch.zeros_like(x_0)
@@ -86,7 +109,8 @@ def test_a_network_that_answers_zero_has_the_mean_square_of_the_target_as_its_lo
     x_0, eps = torch.randn(2, 3, 4, 8, 8, generator=torch.Generator().manual_seed(0))
     t = objective.path.sample_t(torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64))
     terms = objective.loss(Network(torch.zeros(3, 8, 8, 8)), x_0, torch.zeros(3, dtype=torch.int64), t=t, eps=eps)
-    target = eps if objective.target == "eps" else eps - x_0
+    now = [c.float().view(-1, 1, 1, 1) for c in objective.path.coefficients(t)]
+    target = eps if objective.target == "eps" else now[2] * x_0 + now[3] * eps
     torch.testing.assert_close(terms["mse"], (target**2).mean(dim=(1, 2, 3)))
     assert all(term.shape == (3,) and term.dtype == torch.float32 for term in terms.values())
 
@@ -151,7 +175,7 @@ def test_reversed_time_reverses_the_velocity_the_sampler_sees():
 
 @pytest.mark.parametrize(
     ("path", "options", "message"),
-    [("ddpm", {"target": "v"}, "path ddpm has none: use target eps"), ("linear", {"target": "eps"}, "use target v"),
+    [("linear", {"target": "eps"}, "use target v"),
      ("linear", {"target": "score"}, "must be v or eps, got 'score'"),
      ("nonsense", {"target": "v"}, "objective.path must be one of linear, ddpm"),
      ("linear", {"target": "v", "learn_variance": True}, "defined for path ddpm only"),

@@ -51,12 +51,15 @@ def test_images_depend_on_seed_and_label(tmp_path, run):
 
 
 def launched(run, out, processes, *options):
-    """The command, over several processes; each says how many there are."""
+    """The command, over several processes; each leaves a file that says how many there are."""
+    said = out.parent / f"said-{processes}"
+    said.mkdir()
     script = (
-        "import sys; from accelerate import PartialState; from dit_vca.__main__ import main; code = main(sys.argv[1:]); "
-        "print('processes', PartialState().num_processes); sys.exit(code)"
+        "import pathlib, sys; from accelerate import PartialState; from dit_vca.__main__ import main; code = main(sys.argv[1:]); "
+        f"state = PartialState(); (pathlib.Path({str(said)!r}) / str(state.process_index)).write_text(str(state.num_processes)); "
+        "sys.exit(code)"
     )
-    runner = out.parent / "runner.py"
+    runner = said / "runner.py"
     runner.write_text(script)
     launch = (
         ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", str(processes)]
@@ -69,7 +72,7 @@ def launched(run, out, processes, *options):
     ]  # fmt: skip
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count(f"processes {processes}") == processes
+    assert {int(f.name): int(f.read_text()) for f in said.glob("[0-9]")} == dict.fromkeys(range(processes), processes)
     return (out / "images.npz").read_bytes()
 
 

@@ -30,7 +30,7 @@ CASES = {
     "patch does not divide": ([*TRAIN, "--model.patch_size", "3"], ["model.patch_size 3", "8"]),
     "other number of classes": ([*TRAIN, "--model.num_classes", "7"], ["model.num_classes is 7", "2"]),
     "variance without outputs": ([*TRAIN, "--objective.path", "ddpm", "--objective.target", "eps", "--objective.learn_variance", "true"], ["model.learn_sigma"]),
-    "target without derivative": ([*TRAIN, "--objective.path", "ddpm"], ["objective.target v", "eps"]),
+    "noise on the linear path": ([*TRAIN, "--objective.target", "eps"], ["singular at the data end", "use target v"]),
     "velocity sampler on a discrete path": ([*TRAIN, "--objective.path", "ddpm", "--objective.target", "eps", "--objective.time_law", "uniform"], ["euler", "ancestral"]),
     "batch not divisible": ([*TRAIN, "--train.micro_batch", "3"], ["train.micro_batch 3", "8"]),
     "fp16 on a CPU": ([*TRAIN, "--train.mixed_precision", "fp16"], ["fp16", "bf16"]),

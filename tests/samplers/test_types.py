@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from dit_vca.interpolants import PATHS, DiscreteVP, Linear
-from samplers import Coefficients, Prediction, Schedule
+from samplers import Coefficients, Prediction, Schedule, euler, heun
 
 TIMES = torch.tensor([0.001, 0.25, 0.5, 0.999], dtype=torch.float64)  # on the grid of the discrete path as well
-DIRECTIONS = [(name, target) for name in PATHS for target in ("eps", "v", "x_0") if (name, target) != ("ddpm", "v")]
+DIRECTIONS = [(name, target) for name in PATHS for target in ("eps", "v", "x_0")]
 
 
 def normal(seed: int) -> torch.Tensor:
@@ -25,9 +25,7 @@ def test_a_prediction_of_the_truth_gives_the_truth_in_every_parameterisation(nam
     x_0, eps = normal(0), normal(1)
     c = PATHS[name]().coefficients(TIMES)
     x_t = columns(c.alpha) * x_0 + columns(c.sigma) * eps
-    truth = {"x_0": x_0, "eps": eps}
-    if c.d_alpha is not None:
-        truth["v"] = columns(c.d_alpha) * x_0 + columns(c.d_sigma) * eps
+    truth = {"x_0": x_0, "eps": eps, "v": columns(c.d_alpha) * x_0 + columns(c.d_sigma) * eps}
     prediction = Prediction(truth[target], target, x_t, c)
     for wanted, value in truth.items():
         torch.testing.assert_close(getattr(prediction, wanted), value, rtol=1e-9, atol=1e-9)
@@ -77,11 +75,18 @@ def test_one_singular_row_of_a_batch_is_enough_to_raise():
         _ = Prediction(normal(0), "eps", normal(1), c).x_0
 
 
-@pytest.mark.parametrize("target", ["eps", "x_0"])
-def test_a_path_of_discrete_times_has_no_velocity(target):
-    prediction = Prediction(normal(0), target, normal(1), DiscreteVP().coefficients(TIMES))
-    with pytest.raises(ValueError, match="no velocity; use ancestral or ddim"):
-        _ = prediction.v
+def test_the_velocity_of_a_path_of_discrete_times_is_that_of_its_angle():
+    c = DiscreteVP().coefficients(TIMES)
+    x_0, eps = normal(0), normal(1)
+    alpha, sigma = columns(c.alpha), columns(c.sigma)
+    prediction = Prediction(eps, "eps", alpha * x_0 + sigma * eps, c)
+    torch.testing.assert_close(prediction.v, alpha * eps - sigma * x_0)
+
+
+@pytest.mark.parametrize("solver", [euler, heun])
+def test_an_ode_solver_refuses_a_path_of_discrete_times(solver):
+    with pytest.raises(ValueError, match="no dx/dt; use ancestral or ddim"):
+        solver(None, normal(0), DiscreteVP().schedule(4))
 
 
 def test_replacing_the_value_keeps_what_it_means():
@@ -106,4 +111,4 @@ def test_a_schedule_gives_the_coefficients_of_each_of_its_points(name):
     for i in range(len(schedule) + 1):
         expected = path.coefficients(schedule.t[i : i + 1])
         for actual, value in zip(schedule.at(i), expected, strict=True):
-            assert (actual is None and value is None) or torch.equal(actual, value[0])
+            assert torch.equal(actual, value[0])
