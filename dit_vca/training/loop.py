@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -199,6 +199,7 @@ class Monitor:
 
     def __enter__(self) -> "Monitor":
         if self.accelerator.log_with:
+            self.accelerator.project_configuration = ProjectConfiguration(project_dir=str(self.run.path))
             self.accelerator.init_trackers("tracker")
         return self
 

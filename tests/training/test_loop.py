@@ -32,6 +32,14 @@ def test_a_run_leaves_config_log_checkpoints_and_a_preview(run):
     assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines(run))
 
 
+def test_a_tracker_writes_to_the_run_folder_and_nowhere_else(tmp_path, shards, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = train(tiny_config(shards, tracker="tensorboard"), tmp_path / "run").path
+    assert [p.name for p in tmp_path.iterdir()] == ["run"]
+    (events,) = (run / "tracker").glob("events.out.tfevents.*")
+    assert events.stat().st_size > 200
+
+
 def test_the_ema_follows_the_weights_and_is_not_them(run):
     step = RunFolder(run).checkpoint(4)
     ema, model = read_weights(step / "ema.safetensors"), read_weights(step / "model.safetensors")
