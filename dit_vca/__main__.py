@@ -8,6 +8,7 @@ VERBS = {
     "train": ("train", "main", "train a model, or go on with a run (= train_gen.py)"),
     "sample": ("sample", "main", "sample images to an npz (= sample.py)"),
     "score": ("score", "main", "score images against a reference (= eval_fid.py)"),
+    "sweep": ("sweep", "main", "sample and score a grid of settings"),
     "encode": ("encode", "main", "images to latent shards"),
     "train-vae": ("train_vae", "main", "train a small autoencoder for small images"),
     "demo": ("demo", "main", "encode, train, sample and score the embedded images"),

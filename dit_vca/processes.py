@@ -1,9 +1,13 @@
 """How many processes there are, and whether all see the same number."""
 
 import os
+from collections.abc import Iterator, Sequence
 
 import torch
 from accelerate import PartialState
+from torch import Tensor
+
+from .files import available_cores
 
 
 def without_accelerator() -> bool:
@@ -19,9 +23,30 @@ def check_process_count(seen: int) -> None:
 
 
 def start_processes(device: str = "auto") -> PartialState:
-    """The state of this process among those started, without an Accelerator; `device` cpu keeps it on the CPU."""
+    """The state of this process among those started, without an Accelerator; `device` cpu keeps it on the CPU.
+
+    A process that is alone on a CPU uses all its cores.
+    """
     state = PartialState(cpu=without_accelerator() or device == "cpu")
     check_process_count(state.num_processes)
     if device not in ("auto", state.device.type):
         raise ValueError(f"device {device!r} cannot be used here; use auto or {state.device.type}")
+    if state.device.type == "cpu" and state.num_processes == 1:
+        torch.set_num_threads(available_cores())
     return state
+
+
+def shares(num: int, batch: int, state: PartialState) -> Iterator[tuple[int, int]]:
+    """(start, stop) of this process's batches of 0..num: every index belongs to one process, none is repeated or padded."""
+    for start in range(state.process_index * batch, num, state.num_processes * batch):
+        yield start, min(start + batch, num)
+
+
+def add_up(tensors: Sequence[Tensor], state: PartialState) -> None:
+    """Replace each tensor, in place, by its sum over all processes."""
+    if state.num_processes == 1:
+        return
+    for tensor in tensors:
+        there = tensor.to(state.device)
+        torch.distributed.all_reduce(there)
+        tensor.copy_(there)

@@ -22,7 +22,7 @@ from samplers.noise import ImageNoise, keyed_generator
 
 from .config import SampleConfig, to_dict
 from .data.archive import ImageArchive, sidecar
-from .files import available_cores, sha256_of_file, write_text
+from .files import sha256_of_file, write_text
 from .objectives import Objective
 from .processes import start_processes
 from .progress import progress
@@ -165,8 +165,6 @@ def sample_to_folder(
     if seed < 0:
         raise ValueError(f"seed must be at least 0, got {seed}")
     state = start_processes(device)
-    if state.device.type == "cpu" and state.num_processes == 1:
-        torch.set_num_threads(available_cores())
     network, objective, found = open_model(ref, weights)
     config = replace(found.config.sample, **(settings or {}))
     check_sampling(config, objective, found.config.model.num_classes)

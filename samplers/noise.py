@@ -12,7 +12,7 @@ from torch import Tensor
 # The purposes are part of the definition of a run and of a sample: a number, once given, is never reused.
 PURPOSES = {
     "order": 1, "flip": 2, "latent": 3, "t": 4, "eps": 5, "label_drop": 6,
-    "image_noise": 7, "image_label": 8, "preview": 9, "init": 10, "reference": 11,
+    "image_noise": 7, "image_label": 8, "preview": 9, "init": 10, "reference": 11, "score_order": 12,
 }  # fmt: skip
 
 

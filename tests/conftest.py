@@ -1,10 +1,16 @@
 """Shared, once a session: shards of made images, and a run trained on them."""
 
+import os
+
 import pytest
 import torch
 from made import make_images, tiny_config
 
 torch.set_num_threads(1)
+if (worker := os.environ.get("PYTEST_XDIST_WORKER")) and hasattr(os, "sched_setaffinity"):
+    # Each worker, and what it starts, has its own share of the cores: threads of one do not wait for those of another.
+    cores, workers = sorted(os.sched_getaffinity(0)), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.sched_setaffinity(0, cores[int(worker.removeprefix("gw")) % workers :: workers] or cores)
 
 
 @pytest.fixture(scope="session", autouse=True)

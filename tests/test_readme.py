@@ -1,4 +1,4 @@
-"""The README's commands, run as they are written but small."""
+"""The README's commands, run as they are written but small; and what the documents refer to exists."""
 
 import re
 import shlex
@@ -53,7 +53,7 @@ def test_every_recipe_runs_as_it_is_written(home):
 
 
 def test_the_commands_that_need_more_than_this_machine_are_parsed():
-    from dit_vca.commands import encode, sample, score, train
+    from dit_vca.commands import encode, sample, score, sweep, train
     from dit_vca.commands.cli import parse
 
     checks = {
@@ -61,6 +61,7 @@ def test_the_commands_that_need_more_than_this_machine_are_parsed():
         "sample.py": lambda argv: parse(sample.build_parser(), argv),
         "eval_fid.py": lambda argv: parse(score.build_parser(), argv),
         "encode": lambda argv: parse(encode.build_parser(), argv),
+        "sweep": lambda argv: parse(sweep.build_parser(), argv),
     }
     parsed = []
     for _, text in blocks("parse"):
@@ -69,7 +70,7 @@ def test_the_commands_that_need_more_than_this_machine_are_parsed():
             at = next(i for i, word in enumerate(words) if word in checks)
             checks[words[at]](words[at + 1 :])
             parsed.append(words[at])
-    assert parsed == ["encode", "train_gen.py", "sample.py", "eval_fid.py"]
+    assert parsed == ["encode", "train_gen.py", "sample.py", "eval_fid.py", "sweep"]
 
 
 def test_every_block_of_commands_is_marked_or_one_of_the_two():
@@ -80,3 +81,10 @@ def test_every_block_of_commands_is_marked_or_one_of_the_two():
 def test_links_lead_to_files():
     for target in re.findall(r"\]\((docs/[^)]+)\)", TEXT):
         assert (ROOT / target).is_file(), target
+
+
+def test_every_test_that_the_known_faults_name_exists():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", (ROOT / "docs" / "known-faults.md").read_text())
+    assert len(named) > 50
+    for path, name in named:
+        assert f"def {name}(" in (ROOT / path).read_text(), f"{path}::{name}"

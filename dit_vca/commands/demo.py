@@ -137,11 +137,12 @@ class Demo:
     def _agreement(self, samples: Path, gaussian: Path) -> dict[str, float]:
         from ..evaluation.class_agreement import ClassAgreement
         from ..evaluation.features import open_extractor
-        from ..evaluation.score import features_of, open_image_set
-        from .encode import pick_device
+        from ..evaluation.images import open_image_set
+        from ..evaluation.score import features_of
+        from ..processes import start_processes
 
         started = time.perf_counter()
-        extractor = open_extractor("fd-lite0", pick_device("auto"))
+        extractor = open_extractor("fd-lite0", start_processes().device)
 
         def features_and_labels(ref, num):
             images = open_image_set(ref, num=num)

@@ -1,4 +1,4 @@
-"""dit-vca score: images + reference -> metrics.json; `score ref` writes a reference."""
+"""dit-vca score: images + reference -> metrics.json; `score ref` writes a reference, `compare` tabulates reports, `selftest` checks."""
 
 import json
 import sys
@@ -7,31 +7,41 @@ from pathlib import Path
 
 from ..evaluation import DEFAULT_BATCH
 from .cli import make_parser, parse
-from .encode import pick_device
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Score images against a reference, or write one."""
+    """Score images against a reference, write one, compare reports, or check this machine."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    if argv[:1] == ["ref"]:
-        write_ref(argv[1:])
-    else:
+    verbs = {"ref": write_ref, "compare": compare_reports, "selftest": check_machine}
+    verb = verbs.get(argv[0]) if argv else None
+    if verb is None:
         score_images(argv)
+    else:
+        verb(argv[1:])
 
 
 def build_parser():
     """The options of scoring."""
-    parser = _parser("score", "Score images against a reference; `score ref` writes a reference.")
+    parser = _parser(
+        "score",
+        "Score images against a reference. `score ref` writes a reference, `score compare` makes a table of several reports, "
+        "`score selftest` checks the extractors on this machine.",
+    )
     parser.add_argument("images", type=str, help="an npz (arr_0, uint8, NHWC), a folder, or a data set (fashion-mnist:test)")
     parser.add_argument(
         "--ref", type=str | None, default=None, help="an npz with statistics (ADM's, or one made by ref), or images as above"
     )
     parser.add_argument("--out", type=str | None, default=None, help="the report; default: metrics.json beside the npz")
+    parser.add_argument(
+        "--allow-duplicates", type=bool, default=False, help="score although over 0.1 %% of the images are copies"
+    )
     return parser
 
 
 def score_images(argv: Sequence[str]) -> None:
     arguments = parse(build_parser(), argv)
+    from accelerate import PartialState
+
     from ..evaluation.score import score
     from ..files import write_text
 
@@ -39,10 +49,11 @@ def score_images(argv: Sequence[str]) -> None:
     if out.parent != Path() and not out.parent.is_dir():
         raise ValueError(f"the folder of --out {out} does not exist")
     report = score(
-        arguments.images, arguments.ref, metrics=arguments.metrics.split(","), num=arguments.num,
-        image_size=arguments.image_size, inception_weights=arguments.inception_weights, batch=arguments.batch,
-        device=pick_device(arguments.device),
+        arguments.images, arguments.ref, metrics=arguments.metrics.split(","), allow_duplicates=arguments.allow_duplicates,
+        **_common(arguments),
     )  # fmt: skip
+    if not PartialState().is_main_process:
+        return
     write_text(out, json.dumps(report, indent=1))
     reference = report["reference"]["name"] if report["reference"] else "no reference"
     for key, value in report["metrics"].items():
@@ -53,18 +64,55 @@ def score_images(argv: Sequence[str]) -> None:
 
 
 def write_ref(argv: Sequence[str]) -> None:
-    parser = _parser("score ref", "Write the statistics of a reference set to an npz.")
+    parser = _parser("score ref", "Write what metrics need of a reference set to an npz.")
     parser.add_argument("data", type=str, help="an npz (arr_0, uint8, NHWC), a folder, or a data set (fashion-mnist)")
     parser.add_argument("out", type=str, help="the npz to write")
     arguments = parse(parser, argv)
-    from ..evaluation.score import write_reference
+    from ..evaluation.score import make_reference
 
-    write_reference(
-        arguments.data, Path(arguments.out), metrics=arguments.metrics.split(","), num=arguments.num,
-        image_size=arguments.image_size, inception_weights=arguments.inception_weights, batch=arguments.batch,
-        device=pick_device(arguments.device),
-    )  # fmt: skip
+    make_reference(arguments.data, Path(arguments.out), metrics=arguments.metrics.split(","), **_common(arguments))
     print(arguments.out)
+
+
+def compare_reports(argv: Sequence[str]) -> None:
+    from ..evaluation.compare import FORMATS, compare
+
+    parser = make_parser("score compare", "Mean, standard deviation, smallest and all values of several reports of one protocol.")
+    parser.add_argument("reports", type=str, nargs="+", help="metrics.json files, say of several seeds")
+    parser.add_argument("--format", type=str, default="markdown", help=", ".join(FORMATS))
+    arguments = parse(parser, argv)
+    if arguments.format not in FORMATS:
+        raise ValueError(f"--format must be one of {', '.join(FORMATS)}, got {arguments.format!r}")
+    print(FORMATS[arguments.format](compare([Path(report) for report in arguments.reports])))
+
+
+def check_machine(argv: Sequence[str]) -> None:
+    parser = make_parser("score selftest", "Compare an extractor's features on this machine with recorded ones.")
+    parser.add_argument(
+        "--protocol", type=str, default="fd-lite0", help="fd-lite0, or inception-v3-compat (needs its weight file)"
+    )
+    _add_device(parser)
+    arguments = parse(parser, argv)
+    from ..evaluation.features import INCEPTION, LITE0, open_extractor
+    from ..evaluation.selftest import TOLERANCE, selftest
+    from ..processes import start_processes
+
+    if arguments.protocol not in (LITE0, INCEPTION):
+        raise ValueError(f"--protocol must be {LITE0} or {INCEPTION}, got {arguments.protocol!r}")
+    device = start_processes(arguments.device).device
+    extractor = open_extractor(arguments.protocol, device, inception_weights=arguments.inception_weights)
+    found = selftest(extractor)
+    golden = "no values are recorded" if found.golden is None else f"{found.golden:.1e} from the recorded values"
+    print(f"{arguments.protocol} on {device}, weights {extractor.weights_sha256[:8]}...: {golden}")
+    print(f"one by one and together: {found.batch:.1e} apart; allowed {TOLERANCE:.0e}; {found.images_per_second:.0f} images/s")
+    if not found.passed:
+        raise ValueError("this machine's features are not the recorded ones: do not compare its scores with others")
+
+
+def _common(arguments) -> dict:
+    """The options that scoring and the making of a reference share, for the Python functions."""
+    names = ("num", "image_size", "inception_weights", "batch", "device", "allow_lossy")
+    return {name: arguments[name] for name in names}
 
 
 def _parser(verb: str, description: str):
@@ -73,21 +121,25 @@ def _parser(verb: str, description: str):
         "--metrics",
         type=str,
         default="fid,is",
-        help="of fid, is (both need torch-fidelity's weight file) and fd-lite0 (needs none)",
+        help="of fid, sfid, is, pr (precision and recall), kid, fid-infinity (all need torch-fidelity's weight file), "
+        "fd-lite0, pr-lite0, kid-lite0 and fd-lite0-infinity (need none)",
     )
     parser.add_argument("--num", type=int | None, default=None, help="score the first so many images; default all")
-    parser.add_argument(
-        "--image-size", type=int | None, default=None, help="crop of a folder's images; default: the samples' size"
-    )
+    parser.add_argument("--image-size", type=int | None, default=None, help="crop a folder's images to this size as for training")
+    parser.add_argument("--allow-lossy", type=bool, default=False, help="take a folder of JPEG or WebP files as they are")
+    parser.add_argument("--batch", type=int, default=DEFAULT_BATCH, help="images in one forward pass")
+    _add_device(parser)
+    return parser
+
+
+def _add_device(parser) -> None:
     parser.add_argument(
         "--inception-weights",
         type=str | None,
         default=None,
         help="torch-fidelity's weight file, if it is not in torch's hub cache",
     )
-    parser.add_argument("--batch", type=int, default=DEFAULT_BATCH, help="images in one forward pass")
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda, mps")
-    return parser
 
 
 def _beside(images: str) -> Path:

@@ -11,7 +11,6 @@ import os
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -253,10 +252,14 @@ def _read_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
             raise zipfile.BadZipFile(str(error)) from error
 
 
-def batches(images: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    """Consecutive slices of at most `size` images, in memory."""
-    for start in range(0, len(images), size):
-        yield np.array(images[start : start + size])
+def read_rows(images: np.ndarray, start: int, stop: int) -> np.ndarray:
+    """images[start:stop] in memory; of a memory map they are read from the file, so that no mapped page stays resident."""
+    if not isinstance(images, np.memmap) or not images.flags.c_contiguous:
+        return np.array(images[start:stop])
+    stop = min(stop, len(images))
+    row = images[0].size
+    flat = np.fromfile(images.filename, images.dtype, (stop - start) * row, offset=images.offset + start * images[0].nbytes)
+    return flat.reshape(stop - start, *images.shape[1:])
 
 
 def sidecar(path: Path) -> dict:

@@ -1,4 +1,4 @@
-"""Feature extractors: uint8 images in, one feature vector (and perhaps logits) an image out.
+"""Feature extractors: uint8 images in, feature vectors (and perhaps logits) out.
 
 Preprocessing is inside the extractor and part of its protocol, which has a name; TF32 and autocast are off.
 """
@@ -20,6 +20,7 @@ from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
 
 from ..files import sha256_of_file
 
+INCEPTION, LITE0 = "inception-v3-compat", "fd-lite0"  # the protocols
 INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
 INCEPTION_HASH = "6726825d"  # the file's SHA-256 begins so
 LITE0_HASH = "57934424"  # likewise
@@ -34,7 +35,7 @@ class Lite0(FeatureExtractorBase):
 
     SIZE = 128
 
-    def __init__(self, name: str = "fd-lite0", features_list: tuple[str, ...] = ("1280",), **_):
+    def __init__(self, name: str = LITE0, features_list: tuple[str, ...] = ("1280",), **_):
         super().__init__(name, list(features_list))
         self.network = timm.create_model("tf_efficientnet_lite0", pretrained=False).eval().requires_grad_(False)
         self.network.load_state_dict(_lite0_weights(self.network))
@@ -64,31 +65,52 @@ class Lite0(FeatureExtractorBase):
 
 
 class InceptionCompat(FeatureExtractorInceptionV3):
-    """torch-fidelity's inception-v3-compat, with weights that are checked by hash and read without unpickling code."""
+    """torch-fidelity's inception-v3-compat, and the spatial features of sFID (Nash et al. 2021).
+
+    Those are TensorFlow's mixed_6/conv, the first branch of torch's Mixed_6d after its ReLU, of which ADM's evaluator
+    takes the first 7 channels and flattens them in TensorFlow's order, NHWC: 17 x 17 x 7 = 2023.
+    """
+
+    SPATIAL_CHANNELS = 7
 
     def __init__(self, weights: Path):
-        super().__init__("inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=str(weights))
+        super().__init__(INCEPTION, ["2048", "logits_unbiased"], feature_extractor_weights_path=str(weights))
+        self._spatial = None
+        self.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
+
+    def _keep_spatial(self, module, inputs, output) -> None:
+        self._spatial = output[:, : self.SPATIAL_CHANNELS].permute(0, 2, 3, 1).flatten(1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """uint8 (B, 3, H, W) -> pooled (B, 2048), logits without bias (B, 1008), spatial (B, 2023)."""
+        features, logits = super().forward(x)
+        spatial, self._spatial = self._spatial, None
+        return features, logits, spatial
 
 
 class Extractor:
-    """A protocol: its name, what it gives, and where its weights came from."""
+    """A protocol: its name, its outputs and their widths in the order its module gives them, and the hash of its weights."""
 
-    def __init__(self, protocol: str, module: nn.Module, weights_sha256: str, num_features: int, device: torch.device):
+    def __init__(self, protocol: str, module: nn.Module, weights_sha256: str, outputs: dict[str, int], device: torch.device):
         self.protocol = protocol
         self.weights_sha256 = weights_sha256
-        self.num_features = num_features
+        self.outputs = outputs
         self.device = device
         self._module = module.to(device).eval()
 
     @torch.inference_mode()
-    def __call__(self, images: Tensor) -> tuple[Tensor, Tensor | None]:
-        """uint8 (B, S, S, 3) -> features (B, num_features) and logits (B, 1008) or None, float32 on the host."""
+    def __call__(self, images: Tensor) -> dict[str, Tensor]:
+        """uint8 (B, S, S, 3) -> {"features": (B, D), ...} float32 on the host; FloatingPointError names the row if not finite."""
         with pinned_numerics(self.device):
             outputs = self._module(images.to(self.device).permute(0, 3, 1, 2).contiguous())
-        features, logits = (*outputs, None)[:2]
-        if not bool(torch.isfinite(features).all()):
-            raise FloatingPointError(f"{self.protocol} gave features that are not finite")
-        return features.cpu(), None if logits is None else logits.cpu()
+        found = {name: value.float().cpu() for name, value in zip(self.outputs, outputs, strict=True)}
+        for name, value in found.items():
+            if value.shape != (len(images), self.outputs[name]):
+                raise RuntimeError(f"{self.protocol} gave {name} of shape {tuple(value.shape)}")
+            if not bool(torch.isfinite(value).all()):
+                row = int((~torch.isfinite(value).all(1)).nonzero()[0])
+                raise FloatingPointError(f"{self.protocol} gave {name} that are not finite for image {row} of a batch")
+        return found
 
 
 @contextlib.contextmanager
@@ -106,14 +128,20 @@ def pinned_numerics(device: torch.device) -> Iterator[None]:
 
 def open_extractor(protocol: str, device: torch.device, *, inception_weights: str | None = None) -> Extractor:
     """The extractor of a protocol: "fd-lite0" needs no file, "inception-v3-compat" needs torch-fidelity's weights."""
-    if protocol == "fd-lite0":
-        return Extractor(protocol, Lite0(), sha256_of_file(_lite0_path()), 1280, device)
+    if protocol == LITE0:
+        return Extractor(protocol, Lite0(), sha256_of_file(_lite0_path()), {"features": 1280}, device)
     path = find_inception_weights(inception_weights)
     digest = sha256_of_file(path)
     if not digest.startswith(INCEPTION_HASH):
         raise ValueError(f"{path} has SHA-256 {digest[:8]}..., expected {INCEPTION_HASH}...: the file is damaged or another one")
+    return inception_extractor(path, digest, device)
+
+
+def inception_extractor(path: Path, weights_sha256: str, device: torch.device) -> Extractor:
+    """The Inception extractor with the weights of a file that was checked."""
     with _safe_torch_load():
-        return Extractor(protocol, InceptionCompat(path), digest, 2048, device)
+        module = InceptionCompat(path)
+    return Extractor(INCEPTION, module, weights_sha256, {"features": 2048, "logits": 1008, "spatial": 2023}, device)
 
 
 def find_inception_weights(given: str | None) -> Path:
@@ -130,8 +158,8 @@ def find_inception_weights(given: str | None) -> Path:
 
 def register() -> None:
     """Make fd-lite0 known to torch-fidelity, so that its other metrics can be computed on these features."""
-    if "fd-lite0" not in FEATURE_EXTRACTORS_REGISTRY:
-        register_feature_extractor("fd-lite0", Lite0)
+    if LITE0 not in FEATURE_EXTRACTORS_REGISTRY:
+        register_feature_extractor(LITE0, Lite0)
 
 
 register()

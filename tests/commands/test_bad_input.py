@@ -71,7 +71,31 @@ CASES = {
     "truncated npz": (["score", "short.npz", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["short.npz", "truncated"]),
     "too few samples": (["score", "plain.npz", "--ref", "other.npz", "--num", "99", "--metrics", "fd-lite0"], ["99", "12"]),
     "reference of other dimensions": (["score", "plain.npz", "--ref", "small-statistics.npz", "--metrics", "fd-lite0"], ["1280", "small-statistics.npz"]),
-    "reference without this metric": (["score", "plain.npz", "--ref", "adm.npz", "--metrics", "fd-lite0"], ["fd_lite0_mu", "adm.npz"]),
+    "reference without this metric": (["score", "plain.npz", "--ref", "adm.npz", "--metrics", "fd-lite0"], ["fd_lite0_mu", "adm.npz", "eval_fid.py ref"]),
+    "reference without features": (["score", "plain.npz", "--ref", "lite0.npz", "--metrics", "pr-lite0"], ["fd_lite0_features", "pr-lite0"]),
+    "reference that is not finite": (["score", "plain.npz", "--ref", "nan.npz", "--metrics", "fd-lite0"], ["nan.npz", "NaN"]),
+    "covariance that is not symmetric": (["score", "plain.npz", "--ref", "skew.npz", "--metrics", "fd-lite0"], ["skew.npz", "not symmetric"]),
+    "covariance that is not positive": (["score", "plain.npz", "--ref", "negative.npz", "--metrics", "fd-lite0"], ["negative.npz", "eigenvalue of -1"]),
+    "the same file under another name": (["score", "plain.npz", "--ref", "./plain.npz", "--metrics", "fd-lite0"], ["against itself"]),
+    "copies": (["score", "copies.npz", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["11 of 12", "--allow-duplicates"]),
+    "constant images": (["score", "constant.npz", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["every pixel", "is 9"]),
+    "other key in an npz": (["score", "keys.npz", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["no arr_0", "it holds images"]),
+    "no npz at all": (["score", "misspelt.yaml", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["misspelt.yaml", "no npz"]),
+    "folder of JPEG": (["score", "lossy", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["0.jpg", "lossy", "--allow-lossy"]),
+    "folder of several sizes": (["score", "sizes", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["0.png 8x8", "1.png 6x6", "--image-size"]),
+    "folder with a gap": (["score", "gap", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["number 1 is missing"]),
+    "folder of too many": (["score", "named", "--ref", "plain.npz", "--metrics", "fd-lite0", "--num", "2"], ["holds 3 images", "2 were asked for"]),
+    "folder without images to score": (["score", "empty", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["no images in empty"]),
+    "image with alpha": (["score", "alpha", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["0.png", "RGBA"]),
+    "corrupt image to score": (["score", "corrupt", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["1.png", "cannot be read"]),
+    "too few images for KID": (["score", "plain.npz", "--ref", "other.npz", "--metrics", "kid-lite0"], ["at least 1000 images"]),
+    "too few images for an extrapolation": (["score", "plain.npz", "--ref", "other.npz", "--metrics", "fd-lite0-infinity"], ["at least 10000 images"]),
+    "a reference for IS": (["score", "ref", "plain.npz", "new.npz", "--metrics", "is"], ["IS needs no reference"]),
+    "reference exists": (["score", "ref", "plain.npz", "other.npz", "--metrics", "fd-lite0"], ["other.npz exists already"]),
+    "report of nothing": (["score", "compare", "nowhere.json"], ["nowhere.json does not exist"]),
+    "report that is none": (["score", "compare", "shards/manifest.json"], ["manifest.json is no report"]),
+    "format of a table": (["score", "compare", "nowhere.json", "--format", "word"], ["markdown, latex", "'word'"]),
+    "protocol of a selftest": (["score", "selftest", "--protocol", "fid"], ["fd-lite0 or inception-v3-compat"]),
     "reference of another size": (["score", "plain.npz", "--ref", "large.npz", "--metrics", "fd-lite0"], ["16", "8"]),
     "scored against itself": (["score", "plain.npz", "--ref", "plain.npz", "--metrics", "fd-lite0"], ["against itself"]),
     "no reference": (["score", "plain.npz", "--metrics", "fd-lite0"], ["--ref"]),
@@ -150,6 +174,23 @@ def make_arrays(here):
     np.savez(here / "dark.npz", arr_0=pixels % 2)
     np.savez(here / "small-statistics.npz", fd_lite0_mu=np.zeros(3), fd_lite0_sigma=np.eye(3))
     np.savez(here / "adm.npz", mu=np.zeros(2048), sigma=np.eye(2048))
+    for name, sigma in (
+        ("nan", np.diag([np.nan, *[1.0] * 1279])), ("skew", np.triu(np.ones((1280, 1280)))), ("negative", -np.eye(1280)),
+        ("lite0", np.eye(1280)),
+    ):  # fmt: skip
+        np.savez(here / f"{name}.npz", fd_lite0_mu=np.zeros(1280), fd_lite0_sigma=sigma)
+    np.savez(here / "copies.npz", arr_0=pixels[:1].repeat(12, 0))
+    np.savez(here / "constant.npz", arr_0=np.full_like(pixels, 9))
+    np.savez(here / "keys.npz", images=pixels)
+    for folder, sizes, names, mode in (
+        ("lossy", (8, 8), ("0.jpg", "1.jpg"), "RGB"), ("sizes", (8, 6), ("0.png", "1.png"), "RGB"),
+        ("gap", (8, 8), ("0.png", "2.png"), "RGB"), ("named", (8, 8, 8), ("a.png", "b.png", "c.png"), "RGB"),
+        ("alpha", (8, 8), ("0.png", "1.png"), "RGBA"), ("corrupt", (8, 8), ("0.png", "1.png"), "RGB"),
+    ):  # fmt: skip
+        (here / folder).mkdir()
+        for i, (size, name) in enumerate(zip(sizes, names, strict=True)):
+            Image.fromarray(pixels[i, :size, :size]).convert(mode).save(here / folder / name)
+    (here / "corrupt" / "1.png").write_bytes((here / "corrupt" / "1.png").read_bytes()[:60])
     (here / "short.npz").write_bytes((here / "plain.npz").read_bytes()[:-400])
     Image.fromarray(pixels[0]).save(here / "one.png")
 

@@ -1,9 +1,9 @@
+import hashlib
 import json
 
 import numpy as np
 import pytest
 import torch
-import torch_fidelity
 from made import dit_vca
 
 import dit_vca as product
@@ -11,9 +11,10 @@ from dit_vca.data.archive import ImageArchive
 from dit_vca.data.images import open_images
 from dit_vca.evaluation import features as feature_module
 from dit_vca.evaluation.class_agreement import ClassAgreement
-from dit_vca.evaluation.features import INCEPTION_FILE, Lite0, open_extractor
+from dit_vca.evaluation.features import INCEPTION_FILE, Extractor, Lite0, open_extractor
 from dit_vca.evaluation.gaussian import sample_class_gaussians
-from dit_vca.evaluation.score import features_of, open_image_set, write_reference
+from dit_vca.evaluation.images import open_image_set
+from dit_vca.evaluation.score import features_of, make_reference
 
 CPU = torch.device("cpu")
 
@@ -33,9 +34,9 @@ def test_lite0_is_fed_as_its_protocol_says(lite0, clothes):
     x = torch.nn.functional.interpolate(x, (128, 128), mode="bicubic", antialias=True, align_corners=False).clamp(0, 255)
     network = Lite0().network
     pooled = network.global_pool(network.forward_features((x - 127.5) / 127.5))
-    features, logits = lite0(torch.from_numpy(clothes[:2]))
-    assert features.shape == (2, 1280) and logits is None
-    assert torch.allclose(features, pooled, atol=1e-4)
+    outputs = lite0(torch.from_numpy(clothes[:2]))
+    assert list(outputs) == ["features"] and outputs["features"].shape == (2, 1280)
+    assert torch.allclose(outputs["features"], pooled, atol=1e-4)
 
 
 def test_lite0_has_learnt_to_see():
@@ -52,8 +53,8 @@ def test_lite0_has_learnt_to_see():
 
 
 def test_features_do_not_depend_on_the_batch(lite0, clothes):
-    one = torch.cat([lite0(torch.from_numpy(clothes[i : i + 1]))[0] for i in range(4)])
-    assert torch.allclose(one, lite0(torch.from_numpy(clothes[:4]))[0], atol=1e-4)
+    one = torch.cat([lite0(torch.from_numpy(clothes[i : i + 1]))["features"] for i in range(4)])
+    assert torch.allclose(one, lite0(torch.from_numpy(clothes[:4]))["features"], atol=1e-4)
 
 
 def test_features_are_computed_once_for_the_same_pixels(lite0, clothes, monkeypatch):
@@ -62,25 +63,6 @@ def test_features_are_computed_once_for_the_same_pixels(lite0, clothes, monkeypa
     assert torch.equal(features_of(open_image_set(clothes[:6].copy()), lite0), first)
     with pytest.raises(TypeError):
         features_of(open_image_set(clothes[1:7]), lite0)
-
-
-def test_torch_fidelity_computes_its_metrics_on_these_features(clothes):
-    class Images(torch.utils.data.Dataset):
-        def __init__(self, images):
-            self.images = images
-
-        def __len__(self):
-            return len(self.images)
-
-        def __getitem__(self, i):
-            return torch.from_numpy(self.images[i]).permute(2, 0, 1)
-
-    theirs = torch_fidelity.calculate_metrics(
-        input1=Images(clothes[:20]), input2=Images(clothes[20:]), fid=True, feature_extractor="fd-lite0", feature_layer_fid="1280",
-        cuda=False, cache=False, verbose=False, save_cpu_ram=True,
-    )["frechet_inception_distance"]  # fmt: skip
-    ours = product.score(clothes[:20], clothes[20:], metrics=["fd-lite0"])["metrics"]["fd-lite0@20"]
-    assert ours == pytest.approx(theirs, rel=1e-3)
 
 
 def test_images_are_near_their_own_kind_and_far_from_noise(clothes):
@@ -95,10 +77,11 @@ def test_images_are_near_their_own_kind_and_far_from_noise(clothes):
 
 def test_a_written_reference_scores_as_its_images_do(tmp_path, clothes):
     np.savez(tmp_path / "images.npz", arr_0=clothes[20:])
-    write_reference(str(tmp_path / "images.npz"), tmp_path / "ref.npz", metrics=["fd-lite0"], num=15)
-    by_file = product.score(clothes[:20], tmp_path / "ref.npz", metrics=["fd-lite0"])
-    by_images = product.score(clothes[:20], clothes[20:35], metrics=["fd-lite0"])
+    make_reference(str(tmp_path / "images.npz"), tmp_path / "ref.npz", metrics=["fd-lite0", "pr-lite0"], num=15)
+    by_file = product.score(clothes[:20], tmp_path / "ref.npz", metrics=["fd-lite0", "pr-lite0"])
+    by_images = product.score(clothes[:20], clothes[20:35], metrics=["fd-lite0", "pr-lite0"])
     assert by_file["metrics"] == pytest.approx(by_images["metrics"])
+    assert "precision-lite0-exact,k3@20/15" in by_file["metrics"] and "recall-lite0-adm,k3@20/15" in by_file["metrics"]
     assert by_file["reference"]["num"] == 15 and by_file["reference"]["made_from"]["num"] == 15
 
 
@@ -117,50 +100,105 @@ def test_the_report_copies_what_made_the_samples(tmp_path, clothes):
 
 
 class FakeInception(torch.nn.Module):
-    """Two features and three logits of an image's mean colour: enough to follow the numbers by hand."""
+    """The mean colour of an image as features and logits, its first pixel as spatial features: enough to follow by hand."""
+
+    OUTPUTS = {"features": 3, "logits": 3, "spatial": 3}  # noqa: RUF012
 
     def forward(self, x):
         mean = x.float().mean((2, 3))
-        return torch.cat([mean, torch.zeros(len(x), 2045)], 1), mean
+        return mean, mean, x[:, :, 0, 0].float()
 
 
-def test_fid_and_inception_score_come_from_one_pass_in_file_order(monkeypatch, clothes):
+@pytest.fixture
+def fake_inception(monkeypatch, request):
+    """Scoring with FakeInception, of other weights in every test; gives the list of the numbers of images of its calls."""
     from dit_vca.evaluation import score as score_module
-    from dit_vca.evaluation.features import Extractor
-    from dit_vca.evaluation.inception_score import StreamingInceptionScore
 
-    calls = []
-
-    def extractor(protocol, device, inception_weights=None):
-        assert protocol == "inception-v3-compat"
-        made = Extractor(protocol, FakeInception(), "0" * 64, 2048, device)
-        monkeypatch.setattr(
-            Extractor, "__call__", lambda self, x, real=Extractor.__call__: (calls.append(len(x)), real(self, x))[1]
-        )
-        return made
-
-    monkeypatch.setattr(score_module, "open_extractor", extractor)
-    report = product.score(clothes[:20], clothes[20:], metrics=["fid", "is"], batch=8)
-    assert sum(calls) == 40 and set(report["metrics"]) == {"fid@20", "is@20"}
-    expected = StreamingInceptionScore()
-    expected.add(torch.from_numpy(clothes[:20]).float().mean((1, 2)))
-    assert report["metrics"]["is@20"] == pytest.approx(expected.result(), rel=1e-6)
-
-
-def test_adm_statistics_serve_as_a_reference(tmp_path, monkeypatch, clothes):
-    from dit_vca.evaluation import score as score_module
-    from dit_vca.evaluation.features import Extractor
-
+    calls, weights = [], hashlib.sha256(request.node.name.encode()).hexdigest()
+    real = Extractor.__call__
+    monkeypatch.setattr(Extractor, "__call__", lambda self, x: (calls.append(len(x)), real(self, x))[1])
     monkeypatch.setattr(
-        score_module, "open_extractor", lambda p, device, inception_weights=None: Extractor(p, FakeInception(), "0", 2048, device)
-    )
+        score_module, "open_extractor",
+        lambda protocol, device, inception_weights=None: Extractor(protocol, FakeInception(), weights, FakeInception.OUTPUTS, device),
+    )  # fmt: skip
+    return calls
+
+
+def test_all_metrics_of_an_extractor_come_from_one_pass(fake_inception, clothes):
+    report = product.score(clothes[:20], clothes[20:], metrics=["fid", "is", "sfid", "pr"], batch=8)
+    assert sum(fake_inception) == 40
+    assert list(report["metrics"]) == [
+        "fid@20", "is@20", "is-permuted@20", "sfid@20", "precision-adm,k3@20/20", "recall-adm,k3@20/20",
+        "precision-exact,k3@20/20", "recall-exact,k3@20/20",
+    ]  # fmt: skip
+    x, y = (clothes[part].astype(np.float64).mean((1, 2)) for part in (slice(20), slice(20, 40)))
+    means, covariances = [z.mean(0) for z in (x, y)], [np.cov(z.T) for z in (x, y)]
+    detail = report["details"]["fid@20"]
+    assert detail["mean_term"] == pytest.approx(((means[0] - means[1]) ** 2).sum(), rel=1e-6)
+    assert detail["trace_a"] == pytest.approx(np.trace(covariances[0]), rel=1e-6)
+    assert report["metrics"]["sfid@20"] == pytest.approx(0, abs=1e-9)  # the first pixels are all black
+
+
+def test_images_sorted_by_class_are_told_by_their_two_inception_scores(fake_inception, clothes, monkeypatch):
+    monkeypatch.setattr("dit_vca.evaluation.inception_score.BLOCK", 5)
+    light = clothes.astype(np.float64).mean((1, 2, 3)).argsort()
+    colours = clothes[light] // np.array([1, 2, 4], np.uint8)
+    by_order = product.score(colours, None, metrics=["is"])["metrics"]
+    assert set(by_order) == {"is@40", "is-permuted@40"}
+
+
+def test_adm_statistics_serve_as_a_reference_and_its_images_for_precision(tmp_path, fake_inception, clothes):
     x = clothes[20:].astype(np.float32).mean((1, 2))
-    mu, sigma = np.zeros(2048, np.float32), np.zeros((2048, 2048))
-    mu[:3], sigma[:3, :3] = x.mean(0), np.cov(x.T)
-    np.savez(tmp_path / "VIRTUAL.npz", mu=mu, sigma=sigma, arr_0=clothes[:2])
-    by_statistics = product.score(clothes[:20], tmp_path / "VIRTUAL.npz", metrics=["fid"])["metrics"]["fid@20"]
-    by_images = product.score(clothes[:20], clothes[20:], metrics=["fid"])["metrics"]["fid@20"]
-    assert by_statistics == pytest.approx(by_images, rel=1e-4)
+    pixel = clothes[20:, 0, 0].astype(np.float32)
+    np.savez(
+        tmp_path / "VIRTUAL.npz", mu=x.mean(0), sigma=np.cov(x.T), mu_s=pixel.mean(0)[None], sigma_s=np.cov(pixel.T),
+        arr_0=clothes[30:],
+    )  # fmt: skip
+    by_statistics = product.score(clothes[:20], tmp_path / "VIRTUAL.npz", metrics=["fid", "sfid", "pr"])["metrics"]
+    by_images = product.score(clothes[:20], clothes[20:], metrics=["fid", "sfid"])["metrics"]
+    by_part = product.score(clothes[:20], clothes[30:], metrics=["pr"])["metrics"]
+    assert by_statistics == pytest.approx(by_images | by_part, rel=1e-4, abs=1e-6)
+
+
+def test_statistics_alone_cannot_give_precision(tmp_path, fake_inception, clothes):
+    np.savez(tmp_path / "ref.npz", mu=np.zeros(3), sigma=np.eye(3))
+    with pytest.raises(ValueError, match=r"lacks inception_features, which pr would need: make a reference"):
+        product.score(clothes[:20], tmp_path / "ref.npz", metrics=["pr"])
+    with pytest.raises(ValueError, match=r"lacks mu_s, sigma_s"):
+        product.score(clothes[:20], tmp_path / "ref.npz", metrics=["fid", "sfid"])
+
+
+@pytest.mark.parametrize(
+    ("mu", "sigma", "message"),
+    [(np.zeros(3), np.diag([1.0, 1, np.nan]), "NaN or infinity"), (np.zeros(3), np.triu(np.ones((3, 3))), "not symmetric"),
+     (np.zeros(3), np.diag([1.0, 1, -1]), "eigenvalue of -1"), (np.zeros(4), np.eye(4), r"have 4 and \(4, 4\) entries")],
+)  # fmt: skip
+def test_statistics_that_cannot_be_are_refused(tmp_path, fake_inception, clothes, mu, sigma, message):
+    np.savez(tmp_path / "ref.npz", mu=mu, sigma=sigma)
+    with pytest.raises(ValueError, match=message):
+        product.score(clothes[:20], tmp_path / "ref.npz", metrics=["fid"])
+
+
+def test_a_reference_of_other_weights_is_refused(tmp_path, fake_inception, clothes):
+    provenance = np.array(json.dumps({"weights_sha256": {"inception-v3-compat": "1" * 64}}))
+    np.savez(tmp_path / "ref.npz", mu=np.zeros(3), sigma=np.eye(3), provenance=provenance)
+    with pytest.raises(ValueError, match="made with other weights"):
+        product.score(clothes[:20], tmp_path / "ref.npz", metrics=["fid"])
+
+
+def test_features_that_are_not_finite_are_told(fake_inception, clothes, monkeypatch):
+    monkeypatch.setattr(
+        FakeInception, "forward", lambda self, x: (x.float().mean((2, 3)) / 0, x.float().mean((2, 3)), x[:, :, 0, 0])
+    )
+    with pytest.raises(FloatingPointError, match="features that are not finite"):
+        product.score(clothes[:20], clothes[20:], metrics=["fid"])
+
+
+def test_labels_and_pixels_of_the_samples_are_in_the_report(tmp_path, clothes):
+    np.savez(tmp_path / "images.npz", arr_0=clothes[:10], arr_1=np.arange(10) % 3)
+    report = product.score(tmp_path / "images.npz", clothes[20:], metrics=["fd-lite0"])
+    assert report["samples"]["labels"] == {"classes": 3, "min": 3, "max": 4, "balanced": True}
+    assert report["samples"]["pixels"]["high"] == clothes[:10].max() and report["samples"]["kind"] == "npz"
 
 
 def test_inception_weights_are_checked_by_hash_before_they_are_opened(tmp_path, monkeypatch):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dit_vca.interpolants import PATHS, DiscreteVP, Linear
-from samplers import Coefficients, Prediction, Schedule, euler, heun
+from samplers import Coefficients, Prediction, Schedule
 
 TIMES = torch.tensor([0.001, 0.25, 0.5, 0.999], dtype=torch.float64)  # on the grid of the discrete path as well
 DIRECTIONS = [(name, target) for name in PATHS for target in ("eps", "v", "x_0")]
@@ -81,12 +81,6 @@ def test_the_velocity_of_a_path_of_discrete_times_is_that_of_its_angle():
     alpha, sigma = columns(c.alpha), columns(c.sigma)
     prediction = Prediction(eps, "eps", alpha * x_0 + sigma * eps, c)
     torch.testing.assert_close(prediction.v, alpha * eps - sigma * x_0)
-
-
-@pytest.mark.parametrize("solver", [euler, heun])
-def test_an_ode_solver_refuses_a_path_of_discrete_times(solver):
-    with pytest.raises(ValueError, match="no dx/dt; use ancestral or ddim"):
-        solver(None, normal(0), DiscreteVP().schedule(4))
 
 
 def test_replacing_the_value_keeps_what_it_means():
