@@ -7,7 +7,8 @@ size, the last one padded; then image i is a function of (seed, i, label, sample
 import inspect
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from samplers import SAMPLERS, guided
 from samplers.noise import ImageNoise, keyed_generator
 
-from .config import SampleConfig, to_dict
+from .config import LatentConfig, SampleConfig, to_dict
 from .data.archive import ImageArchive, sidecar
 from .files import sha256_of_file, write_text
 from .objectives import Objective
@@ -30,6 +31,7 @@ from .runs import RunFolder, Weights, open_model
 from .vae import Codec, codec_of
 
 DEFAULT_TILE = 64
+OVERLAPPING = {"cuda", "xpu", "mps"}  # device types whose work goes on while the host waits for something else
 
 
 def check_sampling(config: SampleConfig, objective: Objective, num_classes: int) -> None:
@@ -88,18 +90,15 @@ def sample_latents(network: nn.Module, objective: Objective, config: SampleConfi
 
 
 @torch.inference_mode()
-def generate_tile(
-    network: nn.Module, objective: Objective, codec: Codec, config: SampleConfig, *,
+def tile_latents(
+    network: nn.Module, objective: Objective, latent: LatentConfig, config: SampleConfig, *,
     indices: Sequence[int], labels: Tensor, seed: int, tile: int,
 ) -> Tensor:  # fmt: skip
-    """Images uint8 (len(indices), S, S, 3) of at most `tile` indices, computed in a batch of exactly `tile`."""
-    count = len(indices)
-    padded = [*indices, *([indices[-1]] * (tile - count))]
-    padded_labels = torch.cat([labels, labels[-1:].expand(tile - count)])
-    latent = codec.latent
+    """Latents (tile, C, h, w) float32 of at most `tile` indices; the rows beyond them are padding."""
+    padded = [*indices, *([indices[-1]] * (tile - len(indices)))]
+    padded_labels = torch.cat([labels, labels[-1:].expand(tile - len(indices))])
     noise = ImageNoise(seed, padded, (latent.channels, latent.size, latent.size))
-    latents = sample_latents(network, objective, config, padded_labels, noise)
-    return codec.decode(latents.float())[:count]
+    return sample_latents(network, objective, config, padded_labels, noise).float()
 
 
 def generate(
@@ -109,10 +108,11 @@ def generate(
     """Images of indices 0, 1, ... with the given labels (N,), tile by tile, uint8 (<= tile, S, S, 3)."""
     for start in range(0, len(labels), tile):
         indices = range(start, min(start + tile, len(labels)))
-        yield generate_tile(
-            network, objective, codec, config,
+        latents = tile_latents(
+            network, objective, codec.latent, config,
             indices=indices, labels=labels[start : start + tile], seed=seed, tile=tile,
         )  # fmt: skip
+        yield codec.decode(latents)[: len(indices)]
 
 
 def image_grid(images: Tensor, columns: int) -> Tensor:
@@ -210,28 +210,65 @@ def sample_to_folder(
 def _fill(archive, done, network, objective, codec, config, y, seed, tile, batch, state) -> int:
     """Compute this process's share of the tiles that are not `done`. Returns the network calls an image takes.
 
-    `batch` images, rounded up to tiles, are computed between two writes to disk.
+    `batch` images, rounded up to tiles, are computed between two writes to disk. On an accelerator they are decoded and
+    written while the next ones are sampled.
     """
     waiting = [start for start in range(0, archive.num, tile) if start not in done]
     tiles_a_write = -(-batch // tile)
     writes = [waiting[i : i + tiles_a_write] for i in range(0, len(waiting), tiles_a_write)]
     counted, tiles = _Counted(network), 0
     bar = progress(archive.num, "image", "sample", initial=min(len(done) * tile, archive.num), disable=not state.is_main_process)
-    with bar:
+
+    def decode_and_write(latents: dict[int, Tensor]) -> None:
+        images = {}
+        for start, of_tile in latents.items():
+            images[start] = codec.decode(of_tile)[: archive.num - start].numpy()
+            bar.update(min(len(images[start]) * state.num_processes, bar.total - bar.n))
+        archive.write_tiles(images, rank=state.process_index)
+
+    with bar, _OneBehind(threaded=state.device.type in OVERLAPPING) as behind:
         for starts in writes[state.process_index :: state.num_processes]:
-            images = []
+            latents = {}
             for start in starts:
                 indices = range(start, min(start + tile, archive.num))
-                images.append(
-                    generate_tile(
-                        counted, objective, codec, config,
-                        indices=indices, labels=y[start : start + tile], seed=seed, tile=tile,
-                    )
+                latents[start] = tile_latents(
+                    counted, objective, codec.latent, config,
+                    indices=indices, labels=y[start : start + tile], seed=seed, tile=tile,
                 )  # fmt: skip
                 tiles += 1
-                bar.update(min(len(indices) * state.num_processes, bar.total - bar.n))
-            archive.write_tiles(dict(zip(starts, (i.numpy() for i in images), strict=True)), rank=state.process_index)
+            behind(decode_and_write, latents)
     return counted.calls // max(tiles, 1)
+
+
+class _OneBehind:
+    """Runs one task at a time, in a thread of its own if `threaded`; what a task raises is raised by the next call or the end."""
+
+    def __init__(self, *, threaded: bool):
+        self._pool = ThreadPoolExecutor(1) if threaded else None
+        self._running: Future | None = None
+
+    def __call__(self, task: Callable[[Any], None], argument: Any) -> None:
+        if self._pool is None:
+            task(argument)
+            return
+        self._wait()
+        self._running = self._pool.submit(task, argument)
+
+    def __enter__(self) -> "_OneBehind":
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        if self._pool is None:
+            return
+        try:
+            if kind is None:
+                self._wait()
+        finally:
+            self._pool.shutdown()
+
+    def _wait(self) -> None:
+        if self._running is not None:
+            self._running.result()
 
 
 class _Counted(nn.Module):

@@ -14,6 +14,7 @@ from made import dit_vca, environment, tiny_config, tree
 from PIL import Image
 
 import dit_vca as product
+from dit_vca import sampling
 from dit_vca.data.archive import ImageArchive, read_images
 from dit_vca.runs import open_model
 from dit_vca.sampling import balanced_labels, generate, image_grid, labels_from, random_labels, sample_to_folder
@@ -102,6 +103,53 @@ def test_a_killed_call_goes_on_and_writes_the_same_bytes(tmp_path, run):
     assert subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, check=False).returncode == 0
     assert (tmp_path / "killed" / "images.npz").read_bytes() == whole
     assert {p.name for p in (tmp_path / "killed").iterdir()} == {"images.npz", "images.json", "grid.png"}
+
+
+@pytest.mark.slow
+def test_twenty_kills_at_random_moments_change_no_byte(tmp_path, run):
+    whole = sampled(run, tmp_path / "whole", num=2000, settings=STOCHASTIC)
+    command = [
+        sys.executable, "-m", "dit_vca", "sample", "--ckpt", str(run), "--num", "2000", "--tile", "4", "--batch", "4", "--sampler",
+        "ddim", "--num_steps", "3", "--eta", "1", "--out", "killed", "--device", "cpu",
+    ]  # fmt: skip
+    moments = np.random.default_rng(0).uniform(0, 0.3, 20)
+    finished, archive = [], tmp_path / "killed" / "images.npz"
+    for moment in moments:
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        while b"sample" not in process.stderr.read(20):  # the bar: the tiles begin
+            assert process.poll() is None
+        time.sleep(moment)
+        process.kill()
+        process.communicate()
+        assert not archive.exists()
+        finished.append((tmp_path / "killed" / "images.npz.partial.tiles-0").read_text().count("\n"))
+    assert finished == sorted(finished) and len(set(finished)) > 15 and finished[-1] < 500
+    assert subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, check=False).returncode == 0
+    assert archive.read_bytes() == whole
+
+
+def test_decoding_behind_the_sampling_changes_no_byte(tmp_path, run, monkeypatch):
+    at_once = sampled(run, tmp_path / "at once", batch=8)
+    monkeypatch.setattr(sampling, "OVERLAPPING", {"cpu"})
+    assert sampled(run, tmp_path / "behind", batch=8) == at_once
+
+
+@pytest.mark.parametrize("devices", [set(), {"cpu"}], ids=["at once", "behind"])
+@pytest.mark.parametrize("failing", [1, 4], ids=["first", "last"])
+def test_a_disk_that_is_full_is_told_and_leaves_no_archive(tmp_path, run, monkeypatch, devices, failing):
+    calls, write = [], ImageArchive.write_tiles
+
+    def fails(self, tiles, *, rank=0):
+        calls.append(tiles)
+        if len(calls) == failing:
+            raise OSError(28, "No space left on device")
+        write(self, tiles, rank=rank)
+
+    monkeypatch.setattr(sampling, "OVERLAPPING", devices)
+    monkeypatch.setattr(ImageArchive, "write_tiles", fails)
+    with pytest.raises(OSError, match="No space left"):
+        sampled(run, tmp_path / "out", batch=8)
+    assert not (tmp_path / "out" / "images.npz").exists()
 
 
 def test_an_equal_call_does_nothing_and_another_one_is_refused(tmp_path, run):
