@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -28,9 +27,10 @@ from timm.models.vision_transformer import Attention
 from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from benchmarks.machine import OneLineParser, machine, own_peak_memory
 from dit_vca.backbones import DiT
 from dit_vca.backbones.layers import LabelEmbedder, TimestepEmbedder, sincos_position_embedding
-from dit_vca.files import available_cores, write_text
+from dit_vca.files import write_text
 from dit_vca.presets import SIZES
 
 BATCH_SIZE = {256: 8, 1024: 2}  # images a step, by tokens; 1 elsewhere
@@ -183,25 +183,6 @@ def peak_memory(name: str, tokens: int, *, threads: int, device: str = "cpu") ->
     return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout)
 
 
-def own_peak_memory(device: str) -> int:
-    """Bytes at this process's peak: allocated tensors on CUDA, else the resident set."""
-    if device.startswith("cuda"):
-        return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():  # on Linux ru_maxrss starts at the peak of the process that started this one
-        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def machine(device: str) -> dict[str, str | int]:
-    """The processor, the cores this process may use and, on CUDA, the GPU."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    found = {"cpu": models[0] if models else platform.processor() or platform.machine(), "cores": available_cores()}
-    return found | ({"gpu": torch.cuda.get_device_name(device)} if device.startswith("cuda") else {})
-
-
 def table(result: dict) -> str:
     """The lines of one size."""
     lines = [f"{result['tokens']} tokens, batch {result['batch']}"]
@@ -209,13 +190,6 @@ def table(result: dict) -> str:
         memory = f"  {entry['peak_bytes'] / 2**20:7.0f} MiB" if "peak_bytes" in entry else ""
         lines.append(f"  {name:10}{entry['seconds_median']:9.3f} s/step {entry['images_per_s']:9.3f} images/s{memory}")
     return "\n".join([*lines, *(f"  {name}: {value:.3f}" for name, value in result["ratios"].items())])
-
-
-class OneLineParser(argparse.ArgumentParser):
-    """Says a mistake in one line, without the usage."""
-
-    def error(self, message: str) -> None:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
