@@ -1,5 +1,6 @@
 """How many processes there are, and whether all see the same number."""
 
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 
@@ -50,3 +51,19 @@ def add_up(tensors: Sequence[Tensor], state: PartialState) -> None:
         there = tensor.to(state.device)
         torch.distributed.all_reduce(there)
         tensor.copy_(there)
+
+
+@contextlib.contextmanager
+def together(state: PartialState) -> Iterator[None]:
+    """What any process raises inside, every process raises at the end of the block, none waits for it in vain."""
+    error = None
+    try:
+        yield
+    except (ValueError, OSError, FloatingPointError) as raised:
+        error = raised
+    failed = torch.tensor(int(error is not None))
+    add_up((failed,), state)
+    if error is not None:
+        raise error
+    if int(failed):
+        raise ValueError("another process failed, and has said why")

@@ -11,6 +11,9 @@ from typing import Any
 
 from accelerate import PartialState
 
+from .evaluation.features import INCEPTION, find_inception_weights
+from .evaluation.metrics import METRICS, check_metrics, check_numbers
+from .evaluation.reference import check_reference
 from .evaluation.score import score
 from .files import sha256_of_file, write_text
 from .runs import open_model
@@ -45,28 +48,37 @@ def sweep(
         raise ValueError(f"the values of {empty[0]} must be at least one, and all different")
     names = [name for name in GRID if name in grid]
     combinations = [dict(zip(names, values, strict=True)) for values in itertools.product(*(grid[name] for name in names))]
-    hashes = _check(ckpt, combinations)
+    metrics = check_metrics(metrics)
+    check_numbers(metrics, samples=num)
+    if ref is not None:
+        check_reference(ref)
+    elif any(METRICS[m].needs_reference for m in metrics):
+        raise ValueError(f"{', '.join(metrics)} need a reference: give it with --ref")
+    if any(METRICS[m].protocol == INCEPTION for m in metrics):
+        find_inception_weights(inception_weights)
+    files = _check(ckpt, combinations)
     points = []
     for settings in combinations:
         folder, kind = out / point_name(settings), settings.get("weights", "ema")
-        request = json.dumps(
-            {
-                "weights": hashes[kind], "num": num, "labels": labels, "seed": seed, "tile": tile, "metrics": list(metrics),
-                "ref": str(ref),
-            }
-        )  # fmt: skip
+        request = {
+            "weights": sha256_of_file(files[kind]), "num": num, "labels": labels, "seed": seed, "tile": tile, "metrics": metrics,
+            "ref": sha256_of_file(Path(ref)) if ref is not None and Path(ref).is_file() else str(ref),
+        }  # fmt: skip
         if not _finished(folder, request):
             images = sample_to_folder(
-                ckpt, num=num, labels=labels, seed=seed, weights=kind, tile=tile, batch=batch, out=str(folder), vae=vae,
+                files[kind], num=num, labels=labels, seed=seed, weights=kind, tile=tile, batch=batch, out=str(folder), vae=vae,
                 device=device, settings=_of_sampler(settings),
             )  # fmt: skip
-            report = score(images / "images.npz", ref, metrics=metrics, device=device, inception_weights=inception_weights)
+            report = score(
+                images / "images.npz", ref, metrics=metrics, device=device, inception_weights=inception_weights,
+                allow_duplicates=True,  # a poor point is a result
+            )  # fmt: skip
             state = PartialState()
             if state.is_main_process:
                 write_text(folder / "metrics.json", json.dumps(report | {"request": request}, indent=1))
-                if not keep_images:
-                    (folder / "images.npz").unlink()
             state.wait_for_everyone()
+        if not keep_images and PartialState().is_main_process:
+            (folder / "images.npz").unlink(missing_ok=True)
         calls = json.loads((folder / "images.json").read_text())["network_calls"]
         scores = json.loads((folder / "metrics.json").read_text())["metrics"]
         points.append(Point(settings, calls, scores))
@@ -87,18 +99,18 @@ def _of_sampler(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name != "weights"}
 
 
-def _check(ckpt, combinations: Sequence[dict[str, Any]]) -> dict[str, str]:
-    """Every point can be sampled, said before the first is. The SHA-256 of each kind of weights."""
-    hashes = {}
+def _check(ckpt, combinations: Sequence[dict[str, Any]]) -> dict[str, Path]:
+    """Every point can be sampled, said before the first is. The file of each kind of weights, the same for all points."""
+    files = {}
     for kind in dict.fromkeys(settings.get("weights", "ema") for settings in combinations):
         _, objective, found = open_model(ckpt, kind)
-        hashes[kind] = sha256_of_file(found.path)
+        files[kind] = found.path
     for settings in combinations:
         check_sampling(replace(found.config.sample, **_of_sampler(settings)), objective, found.config.model.num_classes)
-    return hashes
+    return files
 
 
-def _finished(folder: Path, request: str) -> bool:
+def _finished(folder: Path, request: dict[str, Any]) -> bool:
     """Whether the point was scored already; ValueError if it was with another request."""
     report = folder / "metrics.json"
     if not report.is_file():
@@ -113,7 +125,7 @@ def _finished(folder: Path, request: str) -> bool:
 def _cells(points: Sequence[Point]) -> list[list[str]]:
     header = [*points[0].settings, "network_calls", *points[0].scores]
     rows = [
-        [*map(str, p.settings.values()), str(p.network_calls), *(f"{value:.4f}" for value in p.scores.values())] for p in points
+        [*map(str, p.settings.values()), str(p.network_calls), *(f"{value:.6g}" for value in p.scores.values())] for p in points
     ]
     return [header, *rows]
 

@@ -128,6 +128,15 @@ def test_twenty_kills_at_random_moments_change_no_byte(tmp_path, run):
     assert archive.read_bytes() == whole
 
 
+def test_a_call_killed_at_its_very_end_still_counts_its_network_calls(tmp_path, run, monkeypatch):
+    whole = sampled(run, tmp_path / "whole", settings={"num_steps": 3})
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ImageArchive, "finish", lambda self: (_ for _ in ()).throw(KeyboardInterrupt))
+        sampled(run, tmp_path / "killed", settings={"num_steps": 3})
+    assert sampled(run, tmp_path / "killed", settings={"num_steps": 3}) == whole
+    assert json.loads((tmp_path / "killed" / "images.json").read_text())["network_calls"] == 3
+
+
 def test_decoding_behind_the_sampling_changes_no_byte(tmp_path, run, monkeypatch):
     at_once = sampled(run, tmp_path / "at once", batch=8)
     monkeypatch.setattr(sampling, "OVERLAPPING", {"cpu"})

@@ -14,7 +14,7 @@ from dit_vca.sweeps import sweep
 GRID = {"sampler": ["euler", "heun"], "num_steps": [1, 2], "guidance": [1.0, 300.0]}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def reference(tmp_path_factory):
     path = tmp_path_factory.mktemp("reference") / "real.npz"
     np.savez(path, arr_0=np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), dtype=np.uint8))
@@ -30,7 +30,7 @@ def test_every_point_is_sampled_and_scored_and_stands_in_table_and_plot(tmp_path
     assert len({p.scores["fd-lite0@6"] for p in points}) > 1
     rows = (tmp_path / "table.csv").read_text().splitlines()
     assert rows[0] == "sampler,num_steps,guidance,network_calls,fd-lite0@6" and len(rows) == 9
-    assert rows[1] == f"euler,1,1.0,1,{points[0].scores['fd-lite0@6']:.4f}"
+    assert rows[1] == f"euler,1,1.0,1,{points[0].scores['fd-lite0@6']:.6g}"
     assert (tmp_path / "table.md").read_text().count("\n") == 10
     assert Image.open(tmp_path / "fd-lite0@6.png").size == (1200, 480)
     point = tmp_path / "sampler-heun_num_steps-2_guidance-300.0"
@@ -47,6 +47,29 @@ def test_points_that_are_there_are_not_made_again_and_other_requests_refused(tmp
     assert (tmp_path / "num_steps-1" / "metrics.json").stat().st_mtime_ns == written
     with pytest.raises(ValueError, match="num_steps-1 holds a point of another sweep"):
         sweep(run, tmp_path, num=5, **options)
+    np.savez(reference, arr_0=np.random.default_rng(1).integers(0, 256, (20, 8, 8, 3), dtype=np.uint8))
+    with pytest.raises(ValueError, match="num_steps-1 holds a point of another sweep"):
+        sweep(run, tmp_path, num=6, **options)
+
+
+def test_weights_and_seed_are_those_asked_for(tmp_path, run, reference):
+    sweep(run, tmp_path, grid={"weights": ["ema", "model"]}, num=6, ref=reference, metrics=["fd-lite0"], tile=6, seed=3)
+    made = [json.loads((tmp_path / f"weights-{kind}" / "images.json").read_text())["made_from"] for kind in ("ema", "model")]
+    assert [m["weights"]["kind"] for m in made] == ["ema", "model"] and {m["seed"] for m in made} == {3}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"ref": None}, "need a reference"), ({"metrics": ["fd"]}, "unknown metric 'fd'"), ({"ref": "nowhere.npz"}, "does not exist"),
+     ({"metrics": ["kid-lite0"]}, "at least 1000 images"), ({"metrics": ["fid"]}, "weights-inception"),
+     ({"grid": {"sampler": ["euler", "ancestral"], "guidance": []}}, "guidance must be at least one"),
+     ({"grid": {"eta": [1]}}, "cannot vary eta")],
+)  # fmt: skip
+def test_mistakes_are_told_before_the_first_point(tmp_path, run, reference, change, message):
+    options = {"grid": {"num_steps": [1]}, "num": 6, "ref": reference, "metrics": ["fd-lite0"]}
+    with pytest.raises(ValueError, match=message):
+        sweep(run, tmp_path / "out", **(options | change))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_killed_sweep_goes_on(tmp_path, run, reference):

@@ -46,8 +46,8 @@ def score_images(argv: Sequence[str]) -> None:
     from ..files import write_text
 
     out = Path(arguments.out) if arguments.out else _beside(arguments.images)
-    if out.parent != Path() and not out.parent.is_dir():
-        raise ValueError(f"the folder of --out {out} does not exist")
+    if out.is_dir() or not out.parent.is_dir():
+        raise ValueError(f"--out {out} must name a file in a folder that exists")
     report = score(
         arguments.images, arguments.ref, metrics=arguments.metrics.split(","), allow_duplicates=arguments.allow_duplicates,
         **_common(arguments),
@@ -57,7 +57,7 @@ def score_images(argv: Sequence[str]) -> None:
     write_text(out, json.dumps(report, indent=1))
     reference = report["reference"]["name"] if report["reference"] else "no reference"
     for key, value in report["metrics"].items():
-        print(f"{key} {value:.4f} ({reference})")
+        print(f"{key} {value:.6g} ({reference})")
     for warning in report["warnings"]:
         print(f"warning: {warning}")
     print(out)
@@ -68,10 +68,13 @@ def write_ref(argv: Sequence[str]) -> None:
     parser.add_argument("data", type=str, help="an npz (arr_0, uint8, NHWC), a folder, or a data set (fashion-mnist)")
     parser.add_argument("out", type=str, help="the npz to write")
     arguments = parse(parser, argv)
+    from accelerate import PartialState
+
     from ..evaluation.score import make_reference
 
     make_reference(arguments.data, Path(arguments.out), metrics=arguments.metrics.split(","), **_common(arguments))
-    print(arguments.out)
+    if PartialState().is_main_process:
+        print(arguments.out)
 
 
 def compare_reports(argv: Sequence[str]) -> None:
@@ -106,7 +109,7 @@ def check_machine(argv: Sequence[str]) -> None:
     print(f"{arguments.protocol} on {device}, weights {extractor.weights_sha256[:8]}...: {golden}")
     print(f"one by one and together: {found.batch:.1e} apart; allowed {TOLERANCE:.0e}; {found.images_per_second:.0f} images/s")
     if not found.passed:
-        raise ValueError("this machine's features are not the recorded ones: do not compare its scores with others")
+        raise ValueError("the features of this machine are not within what is allowed: do not compare its scores with others")
 
 
 def _common(arguments) -> dict:

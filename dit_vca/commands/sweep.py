@@ -19,7 +19,7 @@ def build_parser():
     parser.add_argument("--guidance", type=str, default="", help="scales, as 1,1.5,2; default: the model's own")
     parser.add_argument("--sampler", type=str, default="", help="samplers, as euler,heun")
     parser.add_argument("--num_steps", type=str, default="", help="numbers of steps, as 10,25,50")
-    parser.add_argument("--weights", type=str, default="", help="ema, model, or both")
+    parser.add_argument("--weights", type=str, default="", help="kinds of weights: ema, model, or ema,model")
     parser.add_argument("--labels", type=str, default="balanced", help="as for sample")
     parser.add_argument("--seed", type=int, default=0, help="the same for all points")
     parser.add_argument("--tile", type=int, default=64, help="as for sample")

@@ -223,8 +223,18 @@ def read_array(path: Path, key: str) -> np.ndarray | None:
             raise ValueError("it is no npz file")
         with np.load(path, allow_pickle=False) as archive:
             return archive.get(key)
-    except (zipfile.BadZipFile, EOFError, OSError, ValueError) as error:
+    except (zipfile.BadZipFile, EOFError, OSError, ValueError, zlib.error) as error:
         raise ValueError(f"{path}: {key} cannot be read ({error})") from error
+
+
+def check_checksum(path: Path, key: str = IMAGES) -> None:
+    """Read a member of an npz through; ValueError if its checksum is wrong."""
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open(f"{key}.npy") as file:
+            while file.read(_CHUNK):
+                pass
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+        raise ValueError(f"{path} is damaged ({error}): sample or copy it again") from error
 
 
 def _map_member(path: Path, archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> np.ndarray:
@@ -263,6 +273,10 @@ def read_rows(images: np.ndarray, start: int, stop: int) -> np.ndarray:
 
 
 def sidecar(path: Path) -> dict:
-    """What images.json beside an npz says of it; empty if there is none."""
+    """What images.json beside an npz says of it; empty if there is none, or another kind of file of that name."""
     file = Path(path).with_suffix(".json")
-    return json.loads(file.read_text()) if file.is_file() else {}
+    try:
+        found = json.loads(file.read_text()) if file.is_file() else {}
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -11,6 +11,7 @@ from PIL import Image
 from . import fashion_mnist
 
 NAMED = ("fashion-mnist", "fashion-mnist-full")
+UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)  # what Pillow raises for a file it cannot read
 EXTENSIONS = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 
 
@@ -45,7 +46,7 @@ class ImageSource:
         try:
             with Image.open(path) as image:
                 return np.asarray(center_crop(image.convert("RGB"), self.image_size))
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        except UNREADABLE as error:
             raise BadImage(f"{path} ({' '.join(str(error).split())})") from error
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import SCHEMA
+
 
 @dataclass(frozen=True)
 class Row:
@@ -68,13 +70,15 @@ FORMATS = {"markdown": markdown, "latex": latex}
 
 
 def _cells(row: Row) -> tuple[str, str, str, str]:
-    std = "" if math.isnan(row.std) else f"{row.std:.4f}"
-    return f"{row.mean:.4f}", std, f"{row.smallest:.4f}", ", ".join(f"{v:.4f}" for v in row.values)
+    std = "" if math.isnan(row.std) else f"{row.std:.3g}"
+    return f"{row.mean:.6g}", std, f"{row.smallest:.6g}", ", ".join(f"{v:.6g}" for v in row.values)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         report = json.loads(Path(path).read_text())
+        if report["schema"] != SCHEMA:
+            raise ValueError(f"schema {report['schema']}, expected {SCHEMA}")
         _keys(report), _extractors(report), _reference(report), report["samples"]["pixels"]["digest_sorted"]
     except FileNotFoundError:
         raise ValueError(f"{path} does not exist: give reports of eval_fid.py (metrics.json)") from None

@@ -99,8 +99,11 @@ class Extractor:
         self._module = module.to(device).eval()
 
     @torch.inference_mode()
-    def __call__(self, images: Tensor) -> dict[str, Tensor]:
-        """uint8 (B, S, S, 3) -> {"features": (B, D), ...} float32 on the host; FloatingPointError names the row if not finite."""
+    def __call__(self, images: Tensor, *, first: int = 0) -> dict[str, Tensor]:
+        """uint8 (B, S, S, 3) -> {"features": (B, D), ...} float32 on the host.
+
+        FloatingPointError names the image whose outputs are not finite; `first` is the number of the batch's first.
+        """
         with pinned_numerics(self.device):
             outputs = self._module(images.to(self.device).permute(0, 3, 1, 2).contiguous())
         found = {name: value.float().cpu() for name, value in zip(self.outputs, outputs, strict=True)}
@@ -109,21 +112,27 @@ class Extractor:
                 raise RuntimeError(f"{self.protocol} gave {name} of shape {tuple(value.shape)}")
             if not bool(torch.isfinite(value).all()):
                 row = int((~torch.isfinite(value).all(1)).nonzero()[0])
-                raise FloatingPointError(f"{self.protocol} gave {name} that are not finite for image {row} of a batch")
+                raise FloatingPointError(f"{self.protocol} gave {name} that are not finite for image {first + row}")
         return found
 
 
 @contextlib.contextmanager
 def pinned_numerics(device: torch.device) -> Iterator[None]:
     """float32 means float32: no TF32, no autocast, no choice of convolution by timing; restored afterwards."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-        if device.type == "cuda":
-            stack.enter_context(torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=False))
-            before = torch.backends.cuda.matmul.allow_tf32
-            torch.backends.cuda.matmul.allow_tf32 = False
-            stack.callback(setattr, torch.backends.cuda.matmul, "allow_tf32", before)
-        yield
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    pinned = [
+        (cuda.matmul, "fp32_precision", "ieee"), (cudnn.conv, "fp32_precision", "ieee"), (cudnn.rnn, "fp32_precision", "ieee"),
+        (cudnn, "benchmark", False), (cudnn, "deterministic", True),
+    ]  # fmt: skip
+    before = [getattr(module, name) for module, name, _ in pinned]
+    with torch.autocast(device.type, enabled=False):
+        try:
+            for module, name, value in pinned:
+                setattr(module, name, value)
+            yield
+        finally:
+            for (module, name, _), value in zip(pinned, before, strict=True):
+                setattr(module, name, value)
 
 
 def open_extractor(protocol: str, device: torch.device, *, inception_weights: str | None = None) -> Extractor:

@@ -1,6 +1,7 @@
 """The images that are scored: an npz, a folder, a data set or an array, read a batch at a time, and looked at before they are."""
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,20 +15,23 @@ from accelerate import PartialState
 from PIL import Image
 from torch import Tensor
 
-from ..data.archive import read_array, read_images, read_rows, sidecar
-from ..data.images import EXTENSIONS, NAMED, open_images
+from ..data.archive import check_checksum, read_array, read_images, read_rows, sidecar
+from ..data.images import EXTENSIONS, NAMED, UNREADABLE, open_images
 from ..files import available_cores
-from ..processes import add_up, shares
+from ..processes import add_up, shares, together
 from ..progress import progress
 
 LOSSY = {".jpg", ".jpeg", ".webp"}
 ALLOWED_DUPLICATES = 0.001  # of the images
-_READ = 256  # images in memory while pixels are looked at
+_READ_BYTES = 1 << 26  # of images in memory while pixels are looked at
 
 
 @dataclass(frozen=True)
 class ImageSet:
-    """`num` images of `size` x `size` pixels; `read(start, stop)` gives uint8 (n, S, S, 3). What else is known of them."""
+    """`num` images of `size` x `size` pixels; `read(start, stop)` gives uint8 (n, S, S, 3). What else is known of them.
+
+    `verify()` raises ValueError if the file they come from is damaged.
+    """
 
     name: str
     num: int
@@ -36,6 +40,7 @@ class ImageSet:
     labels: np.ndarray | None = None
     made_from: dict[str, Any] | None = None
     kind: str = "array"
+    verify: Callable[[], None] = lambda: None
 
     def __len__(self) -> int:
         return self.num
@@ -49,6 +54,8 @@ def open_image_set(
     A folder's images are taken as they are, and must be lossless squares of one size; with `image_size` they are
     cropped as for training (ADM's centre crop), whatever they are. ValueError if there are fewer than `num`.
     """
+    if num is not None and num < 2:
+        raise ValueError(f"num must be at least 2, got {num}")
     if isinstance(ref, np.ndarray):
         found = _array("array", ref)
     elif str(ref).partition(":")[0] in NAMED:
@@ -60,16 +67,22 @@ def open_image_set(
         images = read_images(path)
         found = ImageSet(
             str(ref), len(images), images.shape[1], lambda start, stop: read_rows(images, start, stop),
-            read_array(path, "arr_1"), sidecar(path).get("made_from"), "npz",
+            _labels(path, len(images)), sidecar(path).get("made_from"), "npz", lambda: check_checksum(path),
         )  # fmt: skip
-    if num is not None and num < 2:
-        raise ValueError(f"num must be at least 2, got {num}")
     if num is not None and num > len(found):
         raise ValueError(f"{found.name} holds {len(found)} images, {num} were asked for")
     wanted = len(found) if num is None else num
     if wanted < 2:
         raise ValueError(f"{found.name} holds {len(found)} images; at least 2 are needed")
     return replace(found, num=wanted, labels=None if found.labels is None else found.labels[:wanted])
+
+
+def _labels(path: Path, num: int) -> np.ndarray | None:
+    """The labels beside the images of an npz, (num,) int64, if that is what its arr_1 is."""
+    labels = read_array(path, "arr_1")
+    if labels is None or labels.shape != (num,) or labels.dtype.kind not in "iu" or labels.min() < 0:
+        return None
+    return labels.astype(np.int64)
 
 
 def _array(name: str, images: np.ndarray) -> ImageSet:
@@ -134,7 +147,7 @@ def _folder(folder: Path, num: int | None, allow_lossy: bool) -> ImageSet:
         try:
             with Image.open(paths[index]) as image:
                 return np.asarray(image.convert("RGB"))
-        except (OSError, SyntaxError, ValueError) as error:
+        except UNREADABLE as error:
             raise ValueError(f"{paths[index]} cannot be read ({' '.join(str(error).split())})") from None
 
     formats = "+".join(sorted({p.suffix.lower().lstrip(".") for p in paths}))
@@ -142,6 +155,8 @@ def _folder(folder: Path, num: int | None, allow_lossy: bool) -> ImageSet:
 
 
 def _check_numbers(folder: Path, numbers: Sequence[int], num: int | None) -> None:
+    if twice := [a for a, b in itertools.pairwise(numbers) if a == b]:
+        raise ValueError(f"{folder} holds two images with number {twice[0]}")
     first = numbers[0]
     wanted = range(first, first + (len(numbers) if num is None else min(num, len(numbers))))
     missing = set(wanted) - set(numbers)
@@ -155,8 +170,9 @@ def _check_numbers(folder: Path, numbers: Sequence[int], num: int | None) -> Non
 def _checked_size(path: Path) -> tuple[int, int]:
     try:
         with Image.open(path) as image:
-            size, mode = image.size, image.mode
-    except (OSError, SyntaxError, ValueError) as error:
+            # Pillow reads 16-bit colour as 8-bit; the raw mode of its decoder tells.
+            size, mode = image.size, f"{image.mode} of 16 bits" if ";16" in str(image.tile) else image.mode
+    except UNREADABLE as error:
         raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())})") from None
     if mode not in ("RGB", "L"):
         raise ValueError(f"{path} is of mode {mode}; images must be RGB or 8-bit grey: convert it, without alpha or palette")
@@ -189,11 +205,14 @@ def look_at(images: ImageSet, state: PartialState, *, allow_duplicates: bool = F
     digests = torch.zeros(len(images), 2, dtype=torch.int64)
     histogram = torch.zeros(256, dtype=torch.int64)
     desc = f"look at {Path(images.name).name}"
-    with progress(len(images), "image", desc, disable=not state.is_main_process, delay=5) as bar:
-        for start, stop in shares(len(images), _READ, state):
-            pixels = images.read(start, stop)
-            histogram += torch.from_numpy(np.bincount(pixels.reshape(-1), minlength=256))
-            for i, image in enumerate(pixels, start):
+    read = max(1, _READ_BYTES // (images.size**2 * 3))
+    bar = progress(len(images), "image", desc, disable=not state.is_main_process, delay=5)
+    with together(state), bar:
+        if state.is_main_process:
+            images.verify()
+        for start, stop in shares(len(images), read, state):
+            for i, image in enumerate(images.read(start, stop), start):
+                histogram += torch.from_numpy(np.bincount(image.reshape(-1), minlength=256))
                 digest = hashlib.blake2b(image.data if image.flags.c_contiguous else image.tobytes(), digest_size=16).digest()
                 digests[i] = torch.from_numpy(np.frombuffer(digest, np.int64).copy())
             bar.update(min((stop - start) * state.num_processes, bar.total - bar.n))

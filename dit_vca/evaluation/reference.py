@@ -10,13 +10,12 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from samplers.noise import keyed_generator
-
 from ..data.archive import read_array, read_images
+from ..data.images import NAMED
 from ..files import sha256_of_file
 from .collect import Collected, collect, versions
 from .features import INCEPTION, LITE0, Extractor
-from .images import ImageSet, look_at, open_image_set
+from .images import ImageSet, Pixels, look_at, open_image_set
 from .metrics import METRICS, check_numbers
 from .statistics import FeatureStatistics
 
@@ -27,7 +26,6 @@ STATISTICS_KEYS = {
     (LITE0, "features"): ("fd_lite0_mu", "fd_lite0_sigma"),
 }
 FEATURE_KEYS = {INCEPTION: "inception_features", LITE0: "fd_lite0_features"}
-FEATURE_IMAGES = 10_000  # of the reference, for precision, recall and KID; the number in ADM's files
 
 
 class Reference:
@@ -38,8 +36,15 @@ class Reference:
     ):
         self._ref, self._image_size, self._allow_lossy, self._batch, self._state = ref, image_size, allow_lossy, batch, state
         self._path = Path(ref) if not isinstance(ref, np.ndarray) and Path(ref).is_file() else None
+        check_reference(ref)
         self._images: ImageSet | None = None
-        self._digest = ""
+        self._pixels: Pixels | None = None
+        self._used: dict[str, str] = {}
+
+    @property
+    def pixels(self) -> Pixels | None:
+        """Of the reference's images, where they were needed."""
+        return self._pixels
 
     def prepare(self, metrics: Sequence[str], extractor: Extractor, size: int) -> "PreparedReference":
         """What the metrics of one extractor need; `size` is that of the samples' images."""
@@ -47,28 +52,32 @@ class Reference:
         outputs = list(dict.fromkeys(m.output for m in wanted if m.needs_statistics))
         statistics = {o: found for o in outputs if (found := self._stored_statistics(o, extractor)) is not None}
         features = self._stored_features(extractor) if any(m.needs_features for m in wanted) else None
+        if features is not None:
+            check_numbers(metrics, reference=len(features))
         missing = [o for o in outputs if o not in statistics]
         need_features = features is None and any(m.needs_features for m in wanted)
         if missing or need_features:
             collected = self._collect(missing, need_features, metrics, extractor, size)
             statistics |= {o: s.result() for o, s in collected.statistics.items()}
-            if need_features:
-                features = subset(collected.features)
+            features = collected.features if need_features else features
+        for output in outputs:
+            keys = " and ".join(STATISTICS_KEYS[extractor.protocol, output])
+            self._used[f"{extractor.protocol} {output}"] = "images" if output in missing else f"{keys} of the file"
+        if features is not None:
+            self._used[f"{extractor.protocol} single features"] = (
+                f"{len(features)} {'images' if need_features else 'of the file'}"
+            )
         return PreparedReference(statistics, features)
 
     def describe(self) -> dict[str, Any]:
         """Name, and what identifies it: the file's hash, or the digest of its images."""
         described: dict[str, Any] = {"name": "array" if isinstance(self._ref, np.ndarray) else str(self._ref)}
         if self._images is not None:
-            described |= {"num": len(self._images), "kind": self._images.kind, "digest_ordered": self._digest}
+            described |= {"images": len(self._images), "kind": self._images.kind, "digest_ordered": self._pixels.digest_ordered}
         if self._path is not None:
             described["sha256"] = sha256_of_file(self._path)
-            num, provenance = (read_array(self._path, key) for key in ("num", "provenance"))
-            if num is not None:
-                described["num"] = int(num)
-            if provenance is not None:
-                described["made_from"] = json.loads(str(provenance))
-        return described
+            described["made_from"] = _provenance(self._path)
+        return described | {"used": self._used}
 
     def _stored_statistics(self, output: str, extractor: Extractor) -> FeatureStatistics | None:
         if self._path is None:
@@ -77,8 +86,7 @@ class Reference:
         if mean is None or covariance is None:
             return None
         self._check_weights(extractor)
-        num = read_array(self._path, "num")
-        return _checked(self._path, mean, covariance, extractor, output, None if num is None else int(num))
+        return _checked(self._path, mean, covariance, extractor, output)
 
     def _stored_features(self, extractor: Extractor) -> Tensor | None:
         features = None if self._path is None else read_array(self._path, FEATURE_KEYS[extractor.protocol])
@@ -93,8 +101,7 @@ class Reference:
         return torch.from_numpy(features.astype(np.float32))
 
     def _check_weights(self, extractor: Extractor) -> None:
-        provenance = read_array(self._path, "provenance")
-        found = {} if provenance is None else json.loads(str(provenance)).get("weights_sha256", {})
+        found = _provenance(self._path).get("weights_sha256", {})
         if found.get(extractor.protocol, extractor.weights_sha256) != extractor.weights_sha256:
             raise ValueError(
                 f"{self._path} was made with other weights of {extractor.protocol}: make it again with eval_fid.py ref"
@@ -116,11 +123,11 @@ class Reference:
                 )
             check_numbers(metrics, reference=len(images))
             # Real data sets hold copies; their number is not ours to judge.
-            self._digest = look_at(images, self._state, allow_duplicates=True).digest_ordered
+            self._pixels = look_at(images, self._state, allow_duplicates=True)
             self._images = images
         return collect(
-            self._images, self._digest, extractor, self._state,
-            batch=self._batch, statistics=statistics, keep_features=keep_features,
+            self._images, self._pixels.digest_ordered, extractor, self._state,
+            batch=self._batch, statistics=statistics, keep_features=keep_features, few_features=True,
         )  # fmt: skip
 
     def _holds_images(self, statistics: Sequence[str]) -> bool:
@@ -137,6 +144,12 @@ class Reference:
         return True
 
 
+def check_reference(ref: str | Path | np.ndarray) -> None:
+    """ValueError if there is nothing of that name."""
+    if not isinstance(ref, np.ndarray) and str(ref).partition(":")[0] not in NAMED and not Path(ref).exists():
+        raise ValueError(f"the reference {ref} does not exist: give an npz, a folder or a named data set")
+
+
 class PreparedReference:
     """Statistics by output, and features (N, D) where they were needed."""
 
@@ -144,15 +157,17 @@ class PreparedReference:
         self.statistics, self.features = statistics, features
 
 
-def subset(features: Tensor) -> Tensor:
-    """At most FEATURE_IMAGES rows, in memory: a random choice that is a function of the number of rows alone."""
-    if len(features) <= FEATURE_IMAGES:
-        return features
-    chosen = keyed_generator(0, "score_order").permutation(len(features))[:FEATURE_IMAGES]
-    return features[torch.from_numpy(np.sort(chosen))]
+def _provenance(path: Path) -> dict[str, Any]:
+    """What a reference file says of itself; empty for other tools' files."""
+    stored = read_array(path, "provenance")
+    try:
+        found = {} if stored is None else json.loads(str(stored))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _checked(path: Path, mean, covariance, extractor: Extractor, output: str, num: int | None) -> FeatureStatistics:
+def _checked(path: Path, mean, covariance, extractor: Extractor, output: str) -> FeatureStatistics:
     mean, covariance = (torch.from_numpy(np.asarray(a, dtype=np.float64)) for a in (mean, covariance))
     mean, dims = mean.reshape(-1), extractor.outputs[output]
     if mean.shape != (dims,) or covariance.shape != (dims, dims):
@@ -167,7 +182,7 @@ def _checked(path: Path, mean, covariance, extractor: Extractor, output: str, nu
     smallest = float(torch.linalg.eigvalsh(covariance)[0])
     if smallest < -1e-4 * scale:
         raise ValueError(f"{path}: the covariance has an eigenvalue of {smallest:.3g}, and can have none below 0")
-    return FeatureStatistics(mean, covariance, num)
+    return FeatureStatistics(mean, covariance, None)
 
 
 def write_reference(
@@ -186,14 +201,14 @@ def write_reference(
         outputs = list(dict.fromkeys(m.output for m in wanted if m.needs_statistics))
         keep = any(m.needs_features for m in wanted)
         found = collect(
-            images, pixels.digest_ordered, extractor, state, batch=batch, statistics=outputs, keep_features=keep
+            images, pixels.digest_ordered, extractor, state, batch=batch, statistics=outputs, keep_features=keep, few_features=True,
         )  # fmt: skip
         for output, stream in found.statistics.items():
             statistics = stream.result()
             mean_key, covariance_key = STATISTICS_KEYS[protocol, output]
             arrays[mean_key], arrays[covariance_key] = statistics.mean.numpy(), statistics.covariance.numpy()
         if keep:
-            arrays[FEATURE_KEYS[protocol]] = subset(found.features).numpy()
+            arrays[FEATURE_KEYS[protocol]] = found.features.numpy()
     if not state.is_main_process:
         return
     provenance = {

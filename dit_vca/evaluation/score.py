@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from ..processes import start_processes
-from . import DEFAULT_BATCH
+from . import DEFAULT_BATCH, SCHEMA
 from .collect import Collected, collect, versions
-from .features import Extractor, open_extractor
+from .features import Extractor, open_extractor, pinned_numerics
 from .images import ImageSet, Pixels, look_at, open_image_set
 from .kernel_distance import kernel_distance
 from .metrics import METRICS, Metric, check_metrics, check_numbers
@@ -22,7 +23,6 @@ from .statistics import frechet_at_infinity, frechet_distance
 
 SMALL_SAMPLE, PUBLISHED_SAMPLE = 2048, 50_000
 ORDER_MATTERS = 0.05  # relative difference of the two Inception Scores that only sorted images have
-SCHEMA = 2  # of the report
 
 
 def score(
@@ -36,6 +36,7 @@ def score(
     only IS needs none. Under `accelerate launch` every process takes its share, and all return the same report.
     """
     metrics = check_metrics(metrics)
+    _check_batch(batch)
     needs_reference = [m for m in metrics if METRICS[m].needs_reference]
     if needs_reference and ref is None:
         raise ValueError(f"{needs_reference[0]} needs a reference: give it with --ref")
@@ -44,16 +45,19 @@ def score(
     extractors = _open_extractors(metrics, inception_weights, state.device)  # a missing file is told before any work
     samples = open_image_set(images, num=num, image_size=image_size, allow_lossy=allow_lossy)
     check_numbers(metrics, samples=len(samples))
-    pixels = look_at(samples, state, allow_duplicates=allow_duplicates)
-    reference = None
+    reference, prepared = None, {}
     if ref is not None:
         reference = Reference(ref, image_size=image_size, allow_lossy=allow_lossy, batch=batch, state=state)
+        for protocol, extractor in extractors.items():
+            compared = [m for m in needs_reference if METRICS[m].protocol == protocol]
+            prepared[protocol] = reference.prepare(compared, extractor, samples.size)
+    pixels = look_at(samples, state, allow_duplicates=allow_duplicates)
+    if reference is not None and reference.pixels is not None and reference.pixels.digest_sorted == pixels.digest_sorted:
+        raise ValueError(f"{samples.name} and the reference hold the same images: give another reference")
     values: dict[str, float] = {}
     details: dict[str, Any] = {}
     for protocol, extractor in extractors.items():
         of_protocol = [m for m in metrics if METRICS[m].protocol == protocol]
-        compared = [m for m in of_protocol if METRICS[m].needs_reference]
-        prepared = reference.prepare(compared, extractor, samples.size) if compared else PreparedReference({}, None)
         kinds = [METRICS[m] for m in of_protocol]
         found = collect(
             samples, pixels.digest_ordered, extractor, state, batch=batch,
@@ -61,10 +65,14 @@ def score(
             inception_score=any(m.kind == "inception-score" for m in kinds),
             keep_features=any(m.needs_features or m.kind == "frechet-infinity" for m in kinds),
         )  # fmt: skip
-        for name in of_protocol:
-            numbers, detail = _evaluate(name, METRICS[name], found, prepared, len(samples), state.device)
-            values |= numbers
-            details |= detail
+        if state.is_main_process:
+            for name in of_protocol:
+                with pinned_numerics(state.device):
+                    numbers, detail = _evaluate(name, METRICS[name], found, prepared.get(protocol), len(samples), state.device)
+                values |= numbers
+                details |= detail
+    if state.num_processes > 1:
+        values, details = broadcast_object_list([values, details])
     return {
         "schema": SCHEMA,
         "metrics": values,
@@ -73,7 +81,7 @@ def score(
         "reference": None if reference is None else reference.describe(),
         "extractors": {p: {"weights_sha256": e.weights_sha256} for p, e in extractors.items()},
         "numerics": {
-            "features": "float32", "statistics": "float64", "tf32": False, "autocast": False, "deterministic": True,
+            "features": "float32", "statistics": "float64", "tf32": False, "autocast": False, "deterministic": state.device.type in ("cpu", "cuda"),
             "batch": batch, "device": state.device.type, "processes": state.num_processes,
         },
         "warnings": _warnings(values, samples),
@@ -89,6 +97,7 @@ def make_reference(
     metrics = [m for m in check_metrics(metrics) if METRICS[m].needs_reference]
     if not metrics:
         raise ValueError("IS needs no reference: give --metrics one that does (fid, sfid, pr, kid, fd-lite0)")
+    _check_batch(batch)
     state = start_processes(device)
     write_reference(
         data, Path(path), metrics=metrics, extractors=_open_extractors(metrics, inception_weights, state.device), state=state,
@@ -104,7 +113,7 @@ def features_of(images: ImageSet, extractor: Extractor, batch: int = DEFAULT_BAT
 
 
 def _evaluate(
-    name: str, metric: Metric, found: Collected, reference: PreparedReference, num: int, device: torch.device
+    name: str, metric: Metric, found: Collected, reference: PreparedReference | None, num: int, device: torch.device
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Numbers by key, every key with its N; and what else is to know of them."""
     if metric.kind == "frechet":
@@ -129,6 +138,11 @@ def _evaluate(
     return numbers, {}
 
 
+def _check_batch(batch: int) -> None:
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1, got {batch}")
+
+
 def _open_extractors(metrics: Sequence[str], inception_weights: str | None, device: torch.device) -> dict[str, Extractor]:
     protocols = dict.fromkeys(METRICS[m].protocol for m in metrics)
     return {p: open_extractor(p, device, inception_weights=inception_weights) for p in protocols}
@@ -147,7 +161,8 @@ def _describe_samples(samples: ImageSet, pixels: Pixels) -> dict[str, Any]:
         "made_from": samples.made_from,
     }  # fmt: skip
     if samples.labels is not None:
-        counts = np.bincount(samples.labels)
+        data = ((samples.made_from or {}).get("config") or {}).get("data") or {}
+        counts = np.bincount(samples.labels, minlength=len(data.get("class_names") or []))
         low, high = int(counts.min()), int(counts.max())
         described["labels"] = {"classes": len(counts), "min": low, "max": high, "balanced": high - low <= 1}
     return described
@@ -159,9 +174,10 @@ def _warnings(values: dict[str, float], samples: ImageSet) -> list[str]:
         found.append(f"{num} images: Fréchet distances are biased upwards; compare only with the same number of images")
     elif num != PUBLISHED_SAMPLE:
         found.append(f"{num} images: published figures are of {PUBLISHED_SAMPLE}; compare only with the same number of images")
-    found += [
-        f"{key} is {value:.2e}: a distance below 0 is rounding" for key, value in values.items() if value < 0 and "kid" not in key
-    ]
+    for key, value in values.items():
+        name = key.partition("@")[0]
+        if value < 0 and name in METRICS and METRICS[name].kind == "frechet":
+            found.append(f"{key} is {value:.2e}: a distance below 0 is rounding")
     in_order, permuted = values.get(f"is@{num}"), values.get(f"is-permuted@{num}")
     if in_order is not None and abs(in_order - permuted) > ORDER_MATTERS * permuted:
         found.append(

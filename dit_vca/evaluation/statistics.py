@@ -1,6 +1,7 @@
 """Mean and covariance of features, streamed in float64, and the Fréchet distance between two of them."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +21,13 @@ class FeatureStatistics:
     mean: Tensor
     covariance: Tensor
     num: int | None
+
+    @cached_property
+    def factor(self) -> Tensor:
+        """L (D, D) with L L' = covariance; eigenvalues within rounding of zero count as zero, for a root would enlarge them."""
+        values, vectors = torch.linalg.eigh(self.covariance)
+        rounding = values[-1] * len(values) * torch.finfo(values.dtype).eps
+        return vectors * torch.sqrt(torch.where(values > rounding, values, 0.0))
 
 
 class StreamingStatistics:
@@ -75,8 +83,7 @@ def frechet_distance(a: FeatureStatistics, b: FeatureStatistics) -> FrechetDista
     The trace of the square root is the nuclear norm of La' Lb with A = La La', which is exact for singular covariances too, where a
     matrix square root loses digits or becomes complex.
     """
-    factor_a, factor_b = _factor(a.covariance), _factor(b.covariance)
-    cross = torch.linalg.svdvals(factor_a.T @ factor_b).sum()
+    cross = torch.linalg.svdvals(a.factor.T @ b.factor).sum()
     mean_term = ((a.mean - b.mean) ** 2).sum()
     return FrechetDistance(float(mean_term), float(a.covariance.trace()), float(b.covariance.trace()), float(cross))
 
@@ -111,10 +118,3 @@ def frechet_at_infinity(
         distances.append(frechet_distance(stream.result(), reference).value)
     intercept = np.polynomial.Polynomial.fit(1 / np.array(nums), distances, 1).convert().coef[0]
     return Extrapolation(float(intercept), nums, distances)
-
-
-def _factor(covariance: Tensor) -> Tensor:
-    """L (D, D) with L L' = covariance; eigenvalues within rounding of zero count as zero, for a root would enlarge them."""
-    values, vectors = torch.linalg.eigh(covariance)
-    rounding = values[-1] * len(values) * torch.finfo(values.dtype).eps
-    return vectors * torch.sqrt(torch.where(values > rounding, values, 0.0))

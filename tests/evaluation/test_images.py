@@ -1,3 +1,6 @@
+import struct
+import zlib
+
 import numpy as np
 import pytest
 from accelerate import PartialState
@@ -36,6 +39,12 @@ def test_a_missing_number_is_named(tmp_path, pixels):
     assert len(open_image_set(folder, num=7)) == 7
 
 
+def test_a_number_that_is_there_twice_is_named(tmp_path, pixels):
+    folder = save_folder(tmp_path / "samples", pixels, [*range(11), "0003"])
+    with pytest.raises(ValueError, match="two images with number 3"):
+        open_image_set(folder)
+
+
 def test_a_part_of_a_folder_needs_names_that_say_which(tmp_path, pixels):
     folder = save_folder(tmp_path / "samples", pixels, "abcdefghijkl")
     assert np.array_equal(all_of(open_image_set(folder, num=12)), pixels)
@@ -72,6 +81,45 @@ def test_alpha_palettes_and_sixteen_bits_are_refused(tmp_path, pixels, mode):
     image.save(folder / "0.png")
     with pytest.raises(ValueError, match=f"mode {mode}"):
         open_image_set(folder)
+
+
+def test_sixteen_bit_colour_is_refused(tmp_path, pixels):
+    """Pillow cannot write it: a PNG of one red pixel of 16 bits a channel."""
+    folder = save_folder(tmp_path / "samples", pixels, range(12))
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header, data = struct.pack(">IIBBBBB", 1, 1, 16, 2, 0, 0, 0), zlib.compress(b"\0\xff\xff\0\0\0\0")
+    (folder / "0.png").write_bytes(b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", data) + chunk(b"IEND", b""))
+    with pytest.raises(ValueError, match="mode RGB of 16 bits"):
+        open_image_set(folder)
+
+
+@pytest.mark.parametrize(
+    "labels", [np.eye(12), np.arange(12.0), np.arange(12) - 1, np.arange(11), np.array(list("abcdefghijkl"))],
+    ids=["one-hot", "float", "negative", "fewer", "text"],
+)  # fmt: skip
+def test_what_is_no_list_of_labels_is_not_taken_for_one(tmp_path, pixels, labels):
+    np.savez(tmp_path / "images.npz", arr_0=pixels, arr_1=labels)
+    assert open_image_set(tmp_path / "images.npz").labels is None
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "{", '"made_from"'])
+def test_another_file_beside_an_npz_is_no_record(tmp_path, pixels, text):
+    np.savez(tmp_path / "images.npz", arr_0=pixels)
+    (tmp_path / "images.json").write_text(text)
+    assert open_image_set(tmp_path / "images.npz").made_from is None
+
+
+def test_one_flipped_byte_in_an_archive_is_found(tmp_path):
+    images = np.random.default_rng(0).integers(0, 256, (40, 32, 32, 3), dtype=np.uint8)
+    np.savez(tmp_path / "images.npz", arr_0=images)
+    content = bytearray((tmp_path / "images.npz").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "images.npz").write_bytes(content)
+    with pytest.raises(ValueError, match="is damaged"):
+        look_at(open_image_set(tmp_path / "images.npz"), PartialState())
 
 
 def test_grey_images_have_three_equal_channels(tmp_path, pixels):

@@ -14,6 +14,7 @@ from dit_vca.evaluation.class_agreement import ClassAgreement
 from dit_vca.evaluation.features import INCEPTION_FILE, Extractor, Lite0, open_extractor
 from dit_vca.evaluation.gaussian import sample_class_gaussians
 from dit_vca.evaluation.images import open_image_set
+from dit_vca.evaluation.precision_recall import PrecisionRecall
 from dit_vca.evaluation.score import features_of, make_reference
 
 CPU = torch.device("cpu")
@@ -70,7 +71,7 @@ def test_images_are_near_their_own_kind_and_far_from_noise(clothes):
     report = product.score(clothes[:20], clothes[20:], metrics=["fd-lite0"])
     far = product.score(noise[:20], clothes[20:], metrics=["fd-lite0"])
     assert report["metrics"]["fd-lite0@20"] < far["metrics"]["fd-lite0@20"] / 1.5
-    assert report["samples"]["num"] == 20 and report["reference"]["num"] == 20
+    assert report["samples"]["num"] == 20 and report["reference"]["images"] == 20
     assert any("20 images" in warning for warning in report["warnings"])
     assert len(report["extractors"]["fd-lite0"]["weights_sha256"]) == 64
 
@@ -82,7 +83,9 @@ def test_a_written_reference_scores_as_its_images_do(tmp_path, clothes):
     by_images = product.score(clothes[:20], clothes[20:35], metrics=["fd-lite0", "pr-lite0"])
     assert by_file["metrics"] == pytest.approx(by_images["metrics"])
     assert "precision-lite0-exact,k3@20/15" in by_file["metrics"] and "recall-lite0-adm,k3@20/15" in by_file["metrics"]
-    assert by_file["reference"]["num"] == 15 and by_file["reference"]["made_from"]["num"] == 15
+    assert by_file["reference"]["made_from"]["num"] == 15
+    assert by_file["reference"]["used"]["fd-lite0 features"] == "fd_lite0_mu and fd_lite0_sigma of the file"
+    assert by_images["reference"]["used"]["fd-lite0 single features"] == "15 images"
 
 
 def test_the_report_copies_what_made_the_samples(tmp_path, clothes):
@@ -95,8 +98,8 @@ def test_the_report_copies_what_made_the_samples(tmp_path, clothes):
     result = dit_vca("score", "images.npz", "--ref", "real.npz", "--metrics", "fd-lite0", "--num", "5", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     report = json.loads((tmp_path / "metrics.json").read_text())
-    assert report["samples"]["made_from"] == {"seed": 7} and report["reference"]["num"] == 10
-    assert f"fd-lite0@5 {report['metrics']['fd-lite0@5']:.4f}" in result.stdout
+    assert report["samples"]["made_from"] == {"seed": 7} and report["reference"]["images"] == 10
+    assert f"fd-lite0@5 {report['metrics']['fd-lite0@5']:.6g}" in result.stdout
 
 
 class FakeInception(torch.nn.Module):
@@ -116,7 +119,7 @@ def fake_inception(monkeypatch, request):
 
     calls, weights = [], hashlib.sha256(request.node.name.encode()).hexdigest()
     real = Extractor.__call__
-    monkeypatch.setattr(Extractor, "__call__", lambda self, x: (calls.append(len(x)), real(self, x))[1])
+    monkeypatch.setattr(Extractor, "__call__", lambda self, x, **k: (calls.append(len(x)), real(self, x, **k))[1])
     monkeypatch.setattr(
         score_module, "open_extractor",
         lambda protocol, device, inception_weights=None: Extractor(protocol, FakeInception(), weights, FakeInception.OUTPUTS, device),
@@ -166,6 +169,53 @@ def test_statistics_alone_cannot_give_precision(tmp_path, fake_inception, clothe
         product.score(clothes[:20], tmp_path / "ref.npz", metrics=["pr"])
     with pytest.raises(ValueError, match=r"lacks mu_s, sigma_s"):
         product.score(clothes[:20], tmp_path / "ref.npz", metrics=["fid", "sfid"])
+    np.savez(tmp_path / "part.npz", mu=np.zeros(3), sigma=np.eye(3), arr_0=clothes[20:])  # the images are not all of its data
+    with pytest.raises(ValueError, match=r"lacks mu_s, sigma_s"):
+        product.score(clothes[:20], tmp_path / "part.npz", metrics=["fid", "sfid"])
+
+
+@pytest.mark.parametrize("batch", [0, -1])
+def test_a_batch_of_no_images_is_refused_and_leaves_no_features(fake_inception, clothes, batch):
+    with pytest.raises(ValueError, match=f"batch must be at least 1, got {batch}"):
+        product.score(clothes[:20], clothes[20:], metrics=["fid"], batch=batch)
+    assert product.score(clothes[:20], clothes[20:], metrics=["fid"])["metrics"]["fid@20"] > 0
+
+
+def test_a_failed_pass_leaves_no_features_behind(fake_inception, clothes, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls = []
+
+    def fails(self, x):
+        calls.append(len(x))
+        if len(calls) == 3:
+            raise OSError("the disk went away")
+        return x.float().mean((2, 3)), x.float().mean((2, 3)), x[:, :, 0, 0].float()
+
+    monkeypatch.setattr(FakeInception, "forward", fails)
+    with pytest.raises(OSError, match="went away"):
+        product.score(clothes[:20], clothes[20:], metrics=["fid"], batch=8)
+    assert not [p for p in tmp_path.rglob("*") if p.is_file()]
+
+
+def test_the_same_images_in_another_order_are_no_reference(fake_inception, clothes):
+    with pytest.raises(ValueError, match="hold the same images"):
+        product.score(clothes[:20], clothes[19::-1].copy(), metrics=["fid"])
+
+
+def test_matrix_products_of_a_score_do_not_follow_the_precision_of_the_process(fake_inception, clothes, monkeypatch):
+    seen = []
+    from dit_vca.evaluation import score as score_module
+
+    monkeypatch.setattr(
+        score_module, "precision_recall",
+        lambda *a, **k: (seen.append(torch.backends.cuda.matmul.fp32_precision), PrecisionRecall(0.5, 0.5))[1],
+    )  # fmt: skip
+    torch.set_float32_matmul_precision("high")
+    try:
+        product.score(clothes[:20], clothes[20:], metrics=["pr"])
+        assert seen == ["ieee", "ieee"] and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 @pytest.mark.parametrize(

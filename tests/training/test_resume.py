@@ -9,6 +9,7 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 from made import TINY_OPTIONS, dit_vca, environment, tiny_config
 
 from dit_vca.processes import check_process_count
@@ -82,6 +83,20 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, shards, processes, micr
 
 
 @pytest.mark.parametrize("dies_at", [0, 2, 3, 4], ids=["first-file", "third-file", "last-file", "folder"])
+def test_two_processes_reach_the_weights_of_one(tmp_path, shards):
+    """Up to rounding, with accumulation: their gradients are summed, once a step."""
+    options = ["--train.micro_batch", "2", "--train.steps", "6", "--train.save_every", "6", "--train.sample_every", "0"]
+    weights = []
+    for processes in (1, 2):
+        run = tmp_path / str(processes)
+        go(run, shards, *options, processes=processes, tmp_path=tmp_path)
+        folder = RunFolder(run).checkpoint(6)
+        assert json.loads((folder / "state.json").read_text())["num_processes"] == processes
+        weights.append(read_weights(folder / "model.safetensors").tensors)
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5)
+
+
 def test_a_kill_during_a_save_loses_that_checkpoint_only(tmp_path, shards, monkeypatch, dies_at):
     class Killed(BaseException):
         pass
