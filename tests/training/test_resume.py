@@ -82,7 +82,6 @@ def test_a_killed_run_ends_as_one_that_was_not(tmp_path, shards, processes, micr
     assert steps == sorted(set(steps)) and steps[-1] == 400
 
 
-@pytest.mark.parametrize("dies_at", [0, 2, 3, 4], ids=["first-file", "third-file", "last-file", "folder"])
 def test_two_processes_reach_the_weights_of_one(tmp_path, shards):
     """Up to rounding, with accumulation: their gradients are summed, once a step."""
     options = ["--train.micro_batch", "2", "--train.steps", "6", "--train.save_every", "6", "--train.sample_every", "0"]
@@ -97,6 +96,7 @@ def test_two_processes_reach_the_weights_of_one(tmp_path, shards):
         torch.testing.assert_close(weights[1][name], tensor, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dies_at", [0, 2, 3, 4], ids=["first-file", "third-file", "last-file", "folder"])
 def test_a_kill_during_a_save_loses_that_checkpoint_only(tmp_path, shards, monkeypatch, dies_at):
     class Killed(BaseException):
         pass
