@@ -48,10 +48,11 @@ def score(
     reference, prepared = None, {}
     if ref is not None:
         reference = Reference(ref, image_size=image_size, allow_lossy=allow_lossy, batch=batch, state=state)
+    pixels = look_at(samples, state, allow_duplicates=allow_duplicates)
+    if reference is not None:
         for protocol, extractor in extractors.items():
             compared = [m for m in needs_reference if METRICS[m].protocol == protocol]
             prepared[protocol] = reference.prepare(compared, extractor, samples.size)
-    pixels = look_at(samples, state, allow_duplicates=allow_duplicates)
     if reference is not None and reference.pixels is not None and reference.pixels.digest_sorted == pixels.digest_sorted:
         raise ValueError(f"{samples.name} and the reference hold the same images: give another reference")
     values: dict[str, float] = {}
