@@ -9,13 +9,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from accelerate import PartialState
-
 from .evaluation.features import INCEPTION, find_inception_weights
 from .evaluation.metrics import METRICS, check_metrics, check_numbers
 from .evaluation.reference import check_reference
 from .evaluation.score import score
 from .files import sha256_of_file, write_text
+from .processes import start_processes
 from .runs import open_model
 from .sampling import check_sampling, sample_to_folder
 
@@ -57,6 +56,7 @@ def sweep(
     if any(METRICS[m].protocol == INCEPTION for m in metrics):
         find_inception_weights(inception_weights)
     files = _check(ckpt, combinations)
+    state = start_processes(device)
     points = []
     for settings in combinations:
         folder, kind = out / point_name(settings), settings.get("weights", "ema")
@@ -65,24 +65,26 @@ def sweep(
             "ref": sha256_of_file(Path(ref)) if ref is not None and Path(ref).is_file() else str(ref),
         }  # fmt: skip
         if not _finished(folder, request):
-            images = sample_to_folder(
-                files[kind], num=num, labels=labels, seed=seed, weights=kind, tile=tile, batch=batch, out=str(folder), vae=vae,
-                device=device, settings=_of_sampler(settings),
-            )  # fmt: skip
+            try:
+                images = sample_to_folder(
+                    files[kind], num=num, labels=labels, seed=seed, weights=kind, tile=tile, batch=batch, out=str(folder), vae=vae,
+                    device=device, settings=_of_sampler(settings),
+                )  # fmt: skip
+            except FloatingPointError as error:
+                raise FloatingPointError(f"{folder.name}: {error}; leave this point out of the grid") from None
             report = score(
                 images / "images.npz", ref, metrics=metrics, device=device, inception_weights=inception_weights,
                 allow_duplicates=True,  # a poor point is a result
             )  # fmt: skip
-            state = PartialState()
             if state.is_main_process:
                 write_text(folder / "metrics.json", json.dumps(report | {"request": request}, indent=1))
             state.wait_for_everyone()
-        if not keep_images and PartialState().is_main_process:
+        if not keep_images and state.is_main_process:
             (folder / "images.npz").unlink(missing_ok=True)
         calls = json.loads((folder / "images.json").read_text())["network_calls"]
         scores = json.loads((folder / "metrics.json").read_text())["metrics"]
         points.append(Point(settings, calls, scores))
-    if PartialState().is_main_process:
+    if state.is_main_process:
         write_text(out / "table.csv", table_csv(points))
         write_text(out / "table.md", table_markdown(points))
         for metric in points[0].scores:

@@ -58,6 +58,15 @@ def test_weights_and_seed_are_those_asked_for(tmp_path, run, reference):
     assert [m["weights"]["kind"] for m in made] == ["ema", "model"] and {m["seed"] for m in made} == {3}
 
 
+def test_a_point_that_diverges_is_named(tmp_path, run, reference, monkeypatch):
+    def diverges(*arguments, **options):
+        raise FloatingPointError("the images hold NaN or infinity: the samples diverged")
+
+    monkeypatch.setattr("dit_vca.sweeps.sample_to_folder", diverges)
+    with pytest.raises(FloatingPointError, match=r"guidance-9\.0: .* leave this point out"):
+        sweep(run, tmp_path, grid={"guidance": [9.0]}, num=6, ref=reference, metrics=["fd-lite0"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [({"ref": None}, "need a reference"), ({"metrics": ["fd"]}, "unknown metric 'fd'"), ({"ref": "nowhere.npz"}, "does not exist"),
