@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -150,11 +151,12 @@ def check_reference(ref: str | Path | np.ndarray) -> None:
         raise ValueError(f"the reference {ref} does not exist: give an npz, a folder or a named data set")
 
 
+@dataclass(frozen=True)
 class PreparedReference:
     """Statistics by output, and features (N, D) where they were needed."""
 
-    def __init__(self, statistics: dict[str, FeatureStatistics], features: Tensor | None):
-        self.statistics, self.features = statistics, features
+    statistics: dict[str, FeatureStatistics]
+    features: Tensor | None
 
 
 def _provenance(path: Path) -> dict[str, Any]:
@@ -179,10 +181,11 @@ def _checked(path: Path, mean, covariance, extractor: Extractor, output: str) ->
     scale = float(covariance.abs().max())
     if float((covariance - covariance.T).abs().max()) > 1e-6 * scale:
         raise ValueError(f"{path}: the covariance is not symmetric")
-    smallest = float(torch.linalg.eigvalsh(covariance)[0])
+    found = FeatureStatistics(mean, covariance, None)
+    smallest = float(found.spectrum[0][0])  # decomposed once: the distance needs it as well
     if smallest < -1e-4 * scale:
         raise ValueError(f"{path}: the covariance has an eigenvalue of {smallest:.3g}, and can have none below 0")
-    return FeatureStatistics(mean, covariance, None)
+    return found
 
 
 def write_reference(

@@ -23,9 +23,14 @@ class FeatureStatistics:
     num: int | None
 
     @cached_property
+    def spectrum(self) -> tuple[Tensor, Tensor]:
+        """Eigenvalues of the covariance, rising, (D,), and its eigenvectors in columns (D, D)."""
+        return tuple(torch.linalg.eigh(self.covariance))
+
+    @cached_property
     def factor(self) -> Tensor:
         """L (D, D) with L L' = covariance; eigenvalues within rounding of zero count as zero, for a root would enlarge them."""
-        values, vectors = torch.linalg.eigh(self.covariance)
+        values, vectors = self.spectrum
         rounding = values[-1] * len(values) * torch.finfo(values.dtype).eps
         return vectors * torch.sqrt(torch.where(values > rounding, values, 0.0))
 
