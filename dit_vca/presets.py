@@ -47,8 +47,8 @@ def _demo(name: str, *, ddpm: bool, attention: str) -> Config:
         ),
         objective=DDPM_V if ddpm else FLOW,
         train=TrainConfig(
-            steps=1850, batch_size=32, lr=3e-3, betas=(0.9, 0.99), warmup_steps=50, schedule="cosine", ema_decay=0.995,
-            save_every=925, log_every=20,
+            steps=1700, batch_size=32, lr=3e-3, betas=(0.9, 0.99), warmup_steps=50, schedule="cosine", ema_decay=0.995,
+            save_every=850, log_every=20,
         ),
         sample=SampleConfig(sampler="ddim" if ddpm else "euler", num_steps=8, guidance=3.0),
     )  # fmt: skip
