@@ -87,7 +87,7 @@ def score(
     """The report of `eval_fid.py`; report["metrics"] maps "fid@N", "is@N", "fd-lite0@N" to numbers.
 
     images, ref: an npz, a folder, a data set (fashion-mnist:test), or uint8 (N, S, S, 3); ref may hold statistics.
-    options: num, image_size, inception_weights, batch, device, allow_lossy, allow_duplicates.
+    options: num, image_size, weights ({protocol: weight file}), batch, device, allow_lossy, allow_duplicates.
     """
     from .evaluation.score import score as run_scoring
 

@@ -139,7 +139,9 @@ class TrainConfig:
         warmup_steps: linear warm-up of the learning rate.
         schedule: constant, or cosine to zero at the last step.
         clip_grad: largest gradient norm; 0 turns clipping off.
-        ema_decay: decay of the exponential moving average of the weights.
+        ema_decay: decay of the exponential moving average of the weights, kept as "ema".
+        ema_more: further decays, each kept as "ema-DECAY" beside it.
+        ema_power: widths of power-function averages (Karras et al. 2024: 0.05, 0.1), each kept as "ema-power-WIDTH".
         label_dropout: fraction of labels replaced by the null class (classifier-free guidance).
         mixed_precision: no, bf16 or fp16 (fp16 needs an accelerator); null leaves it to accelerate launch.
         compile: torch.compile the network.
@@ -161,6 +163,8 @@ class TrainConfig:
     schedule: Literal["constant", "cosine"] = "constant"
     clip_grad: float = 1.0
     ema_decay: float = 0.9999
+    ema_more: tuple[float, ...] = ()
+    ema_power: tuple[float, ...] = ()
     label_dropout: float = 0.1
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     compile: bool = False
@@ -211,7 +215,7 @@ BOUNDS = {
     "seed": (0, None), "model.patch_size": (1, None), "model.dim": (1, None), "model.depth": (1, None),
     "model.num_heads": (1, None), "train.steps": (0, None), "train.batch_size": (1, None), "train.micro_batch": (1, None),
     "train.lr": (0, None), "train.weight_decay": (0, None), "train.warmup_steps": (0, None), "train.clip_grad": (0, None),
-    "train.ema_decay": (0, 1), "train.label_dropout": (0, 1), "train.num_threads": (1, None), "train.save_every": (1, None),
+    "train.ema_decay": (0, 1), "train.ema_more": (0, 1), "train.ema_power": (0.005, 0.28), "train.label_dropout": (0, 1), "train.num_threads": (1, None), "train.save_every": (1, None),
     "train.log_every": (1, None), "train.sample_every": (0, None), "sample.guidance_channels": (1, None),
 }  # fmt: skip
 
@@ -222,9 +226,12 @@ def check_bounds(config) -> None:
         value = config
         for part in name.split("."):
             value = getattr(value, part)
-        if value is not None and not (low <= value and (high is None or value <= high) and value != float("inf")):
+        values = value if isinstance(value, tuple) else () if value is None else (value,)
+        if not all(low <= v and (high is None or v <= high) and v != float("inf") for v in values):
             allowed = f"at least {low}" if high is None else f"from {low} to {high}"
             raise ValueError(f"{name} must be {allowed}, got {value}")
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name} must hold different values, got {value}")
 
 
 SECTIONS = {"model": ModelConfig, "objective": ObjectiveConfig, "data": DataConfig, "train": TrainConfig, "sample": SampleConfig}

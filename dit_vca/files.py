@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,6 +56,14 @@ def available_cores() -> int:
 def sha256_of_file(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def trim_folder(folder: Path, limit: int) -> None:
+    """Remove the files that were used longest ago until the rest hold at most `limit` bytes."""
+    files = sorted(((f.stat().st_mtime_ns, f.stat().st_size, f) for f in folder.iterdir()), reverse=True)
+    for held, (_, _, file) in zip(itertools.accumulate(size for _, size, _ in files), files, strict=True):
+        if held > limit:
+            file.unlink(missing_ok=True)
 
 
 def cache_folder(kind: str) -> Path:

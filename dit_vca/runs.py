@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from .data.latents import Manifest
 from .files import only_process, sha256_of_file, write_text
 from .objectives import Objective, build_objective
 
-WEIGHT_KINDS = ("ema", "model")
+WEIGHT_KINDS = re.compile(r"model|ema(-power)?(-[0-9.e-]+)?")  # of ema.averages
 HEADER_KEY, WEIGHTS_FORMAT = "dit_vca", 1
 
 
@@ -148,8 +149,8 @@ def read_weights(path: Path) -> Weights:
 
 def find_weights(ref: str | Path, kind: str = "ema") -> Path:
     """The weight file behind a run folder, a checkpoint folder, or a .safetensors file; ValueError says what is missing."""
-    if kind not in WEIGHT_KINDS:
-        raise ValueError(f"weights must be one of {', '.join(WEIGHT_KINDS)}, got {kind!r}")
+    if not WEIGHT_KINDS.fullmatch(kind):
+        raise ValueError(f"weights must be ema, model, or another average of the run such as ema-0.999, got {kind!r}")
     path = Path(ref)
     if path.is_file():
         return path
@@ -163,7 +164,8 @@ def find_weights(ref: str | Path, kind: str = "ema") -> Path:
         folder = checkpoint
     file = folder / f"{kind}.safetensors"
     if not file.is_file():
-        raise ValueError(f"{folder} has no {file.name}")
+        there = sorted(p.stem for p in folder.glob("*.safetensors") if WEIGHT_KINDS.fullmatch(p.stem))
+        raise ValueError(f"{folder} has no weights {kind!r}; it has {', '.join(there)}")
     return file
 
 

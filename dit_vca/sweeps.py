@@ -4,13 +4,14 @@ import csv
 import io
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .evaluation.features import INCEPTION, find_inception_weights
+from .evaluation.features import find_weights
 from .evaluation.metrics import METRICS, check_metrics, check_numbers
+from .evaluation.protocols import LITE0
 from .evaluation.reference import check_reference
 from .evaluation.score import score
 from .files import sha256_of_file, write_text
@@ -33,7 +34,7 @@ class Point:
 def sweep(
     ckpt: str | Path, out: Path, *, grid: dict[str, Sequence[Any]], num: int, ref: str | Path | None, metrics: Sequence[str],
     labels: str = "balanced", seed: int = 0, tile: int = 64, batch: int = 64, vae: str | None = None, device: str = "auto",
-    keep_images: bool = False, inception_weights: str | None = None,
+    keep_images: bool = False, extractor_weights: Mapping[str, str | Path] | None = None,
 ) -> list[Point]:  # fmt: skip
     """Sample `num` images at every point of `grid`, {a name of GRID: values}, and score each against `ref`.
 
@@ -53,8 +54,8 @@ def sweep(
         check_reference(ref)
     elif any(METRICS[m].needs_reference for m in metrics):
         raise ValueError(f"{', '.join(metrics)} need a reference: give it with --ref")
-    if any(METRICS[m].protocol == INCEPTION for m in metrics):
-        find_inception_weights(inception_weights)
+    for protocol in {METRICS[m].protocol for m in metrics} - {LITE0}:
+        find_weights(protocol, extractor_weights)
     files = _check(ckpt, combinations)
     state = start_processes(device)
     points = []
@@ -73,7 +74,7 @@ def sweep(
             except FloatingPointError as error:
                 raise FloatingPointError(f"{folder.name}: {error}; leave this point out of the grid") from None
             report = score(
-                images / "images.npz", ref, metrics=metrics, device=device, inception_weights=inception_weights,
+                images / "images.npz", ref, metrics=metrics, device=device, weights=extractor_weights,
                 allow_duplicates=True,  # a poor point is a result
             )  # fmt: skip
             if state.is_main_process:

@@ -59,6 +59,14 @@ def environment(**extra: str) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "500"} | extra
 
 
+def python(processes: int = 1) -> list[str]:
+    """The start of a command line: Python, or `accelerate launch` of several processes (--multi_gpu: gloo on a CPU)."""
+    if processes == 1:
+        return [sys.executable]
+    launch = ["accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", str(processes)]
+    return [sys.executable, "-m", *launch]
+
+
 def dit_vca(*arguments, cwd: Path, timeout: float = 120, **extra: str) -> subprocess.CompletedProcess:
     """`python -m dit_vca ...` as a user would run it."""
     command = [sys.executable, "-m", "dit_vca", *map(str, arguments)]

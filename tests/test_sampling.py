@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from made import dit_vca, environment, tiny_config, tree
+from made import dit_vca, environment, python, tiny_config, tree
 from PIL import Image
 
 import dit_vca as product
@@ -62,13 +62,8 @@ def launched(run, out, processes, *options):
     )
     runner = said / "runner.py"
     runner.write_text(script)
-    launch = (
-        ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", str(processes)]
-        if processes > 1
-        else []
-    )
     command = [
-        sys.executable, *launch, str(runner), "sample", "--ckpt", str(run), "--num", "30", "--tile", "4", "--batch", "4",
+        *python(processes), str(runner), "sample", "--ckpt", str(run), "--num", "30", "--tile", "4", "--batch", "4",
         "--out", str(out), "--device", "cpu", *options,
     ]  # fmt: skip
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=180)

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from made import dit_vca, environment
+from made import dit_vca, environment, python
 from PIL import Image
 
 from dit_vca.sweeps import sweep
@@ -100,6 +100,24 @@ def test_a_killed_sweep_goes_on(tmp_path, run, reference):
     )
     assert (tmp_path / "out" / "table.md").read_text().count("| ") and len(whole) == 3
     assert (tmp_path / "out" / "table.csv").read_text() == (tmp_path / "whole" / "table.csv").read_text()
+
+
+def test_two_processes_make_the_table_of_one(tmp_path, run, reference):
+    for processes in (1, 2):
+        command = [
+            *python(processes), "-m", "dit_vca", "sweep", "--ckpt", str(run), "--out", str(processes), "--num_steps", "1,2",
+            "--weights", "ema,model", "--num", "6", "--tile", "2", "--batch", "2", "--ref", str(reference),
+            "--metrics", "fd-lite0", "--device", "cpu",
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=180)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("| network_calls |") == 1  # one process speaks
+        report = json.loads((tmp_path / str(processes) / "weights-model_num_steps-2" / "metrics.json").read_text())
+        assert report["numerics"]["processes"] == processes
+    one, two = (
+        [float(row.split(",")[-1]) for row in (tmp_path / str(n) / "table.csv").read_text().splitlines()[1:]] for n in (1, 2)
+    )
+    assert len(one) == 4 and two == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.parametrize(

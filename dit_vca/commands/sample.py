@@ -21,7 +21,7 @@ def build_parser():
         help="balanced, random, or class names or numbers separated by commas, which are taken in turn",
     )
     parser.add_argument("--seed", type=int, default=0, help="image i is a function of (seed, i, label, sampler)")
-    parser.add_argument("--weights", type=str, default="ema", help="ema or model")
+    parser.add_argument("--weights", type=str, default="ema", help="ema, model, or another average of the run (ema-0.999)")
     parser.add_argument(
         "--tile", type=int, default=64, help="images computed together; recorded, because the last bits depend on it"
     )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..evaluation import DEFAULT_BATCH
+from ..evaluation.protocols import LITE0, WEIGHT_FILES
 from .cli import make_parser, parse
 
 
@@ -92,18 +93,21 @@ def compare_reports(argv: Sequence[str]) -> None:
 def check_machine(argv: Sequence[str]) -> None:
     parser = make_parser("score selftest", "Compare an extractor's features on this machine with recorded ones.")
     parser.add_argument(
-        "--protocol", type=str, default="fd-lite0", help="fd-lite0, or inception-v3-compat (needs its weight file)"
+        "--protocol",
+        type=str,
+        default="fd-lite0",
+        help="fd-lite0; inception-v3-compat, dinov2-edm2, clip-cmmd need a weight file",
     )
-    _add_device(parser)
+    _add_machine(parser)
     arguments = parse(parser, argv)
-    from ..evaluation.features import INCEPTION, LITE0, open_extractor
+    from ..evaluation.features import open_extractor
     from ..evaluation.selftest import TOLERANCE, selftest
     from ..processes import start_processes
 
-    if arguments.protocol not in (LITE0, INCEPTION):
-        raise ValueError(f"--protocol must be {LITE0} or {INCEPTION}, got {arguments.protocol!r}")
+    if arguments.protocol not in (LITE0, *WEIGHT_FILES):
+        raise ValueError(f"--protocol must be one of {', '.join((LITE0, *WEIGHT_FILES))}, got {arguments.protocol!r}")
     device = start_processes(arguments.device).device
-    extractor = open_extractor(arguments.protocol, device, inception_weights=arguments.inception_weights)
+    extractor = open_extractor(arguments.protocol, device, weights=weight_files(arguments))
     found = selftest(extractor)
     golden = "no values are recorded" if found.golden is None else f"{found.golden:.1e} from the recorded values"
     print(f"{arguments.protocol} on {device}, weights {extractor.weights_sha256[:8]}...: {golden}")
@@ -114,8 +118,8 @@ def check_machine(argv: Sequence[str]) -> None:
 
 def _common(arguments) -> dict:
     """The options that scoring and the making of a reference share, for the Python functions."""
-    names = ("num", "image_size", "inception_weights", "batch", "device", "allow_lossy")
-    return {name: arguments[name] for name in names}
+    names = ("num", "image_size", "batch", "device", "allow_lossy")
+    return {name: arguments[name] for name in names} | {"weights": weight_files(arguments)}
 
 
 def _parser(verb: str, description: str):
@@ -125,24 +129,33 @@ def _parser(verb: str, description: str):
         type=str,
         default="fid,is",
         help="of fid, sfid, is, pr (precision and recall), kid, fid-infinity (all need torch-fidelity's weight file), "
-        "fd-lite0, pr-lite0, kid-lite0 and fd-lite0-infinity (need none)",
+        "fd-dinov2, cmmd (a weight file each), fd-lite0, pr-lite0, kid-lite0 and fd-lite0-infinity (need none)",
     )
     parser.add_argument("--num", type=int | None, default=None, help="score the first so many images; default all")
     parser.add_argument("--image-size", type=int | None, default=None, help="crop a folder's images to this size as for training")
     parser.add_argument("--allow-lossy", type=bool, default=False, help="take a folder of JPEG or WebP files as they are")
     parser.add_argument("--batch", type=int, default=DEFAULT_BATCH, help="images in one forward pass")
-    _add_device(parser)
+    _add_machine(parser)
     return parser
 
 
-def _add_device(parser) -> None:
-    parser.add_argument(
-        "--inception-weights",
-        type=str | None,
-        default=None,
-        help="torch-fidelity's weight file, if it is not in torch's hub cache",
-    )
+def _add_machine(parser) -> None:
+    add_weight_files(parser)
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda, mps")
+
+
+def add_weight_files(parser) -> None:
+    """One option for each extractor whose weights the user supplies."""
+    for protocol, file in WEIGHT_FILES.items():
+        parser.add_argument(
+            file.option, type=str | None, default=None, help=f"weights of {protocol}, if {file.name} is not in torch's hub cache"
+        )
+
+
+def weight_files(arguments) -> dict[str, str]:
+    """The files given, by protocol."""
+    given = {p: arguments[file.option.removeprefix("--").replace("-", "_")] for p, file in WEIGHT_FILES.items()}
+    return {protocol: path for protocol, path in given.items() if path}
 
 
 def _beside(images: str) -> Path:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .cli import make_parser, parse
+from .score import add_weight_files, weight_files
 
 
 def build_parser():
@@ -19,14 +20,14 @@ def build_parser():
     parser.add_argument("--guidance", type=str, default="", help="scales, as 1,1.5,2; default: the model's own")
     parser.add_argument("--sampler", type=str, default="", help="samplers, as euler,heun")
     parser.add_argument("--num_steps", type=str, default="", help="numbers of steps, as 10,25,50")
-    parser.add_argument("--weights", type=str, default="", help="kinds of weights: ema, model, or ema,model")
+    parser.add_argument("--weights", type=str, default="", help="kinds of weights: ema,model,ema-0.999,ema-power-0.1 or so")
     parser.add_argument("--labels", type=str, default="balanced", help="as for sample")
     parser.add_argument("--seed", type=int, default=0, help="the same for all points")
     parser.add_argument("--tile", type=int, default=64, help="as for sample")
     parser.add_argument("--batch", type=int, default=64, help="as for sample")
     parser.add_argument("--vae", type=str | None, default=None, help="the VAE, if it has moved since training")
     parser.add_argument("--keep-images", type=bool, default=False, help="keep every point's images.npz")
-    parser.add_argument("--inception-weights", type=str | None, default=None, help="as for score")
+    add_weight_files(parser)
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda, mps")
     return parser
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         arguments.ckpt, Path(arguments.out), grid=grid, num=arguments.num, ref=arguments.ref,
         metrics=arguments.metrics.split(","), labels=arguments.labels, seed=arguments.seed, tile=arguments.tile,
         batch=arguments.batch, vae=arguments.vae, device=arguments.device, keep_images=arguments.keep_images,
-        inception_weights=arguments.inception_weights,
+        extractor_weights=weight_files(arguments),
     )  # fmt: skip
     if PartialState().is_main_process:
         print(table_markdown(points) + str(Path(arguments.out) / "table.md"))

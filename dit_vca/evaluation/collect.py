@@ -17,7 +17,7 @@ from torch import Tensor
 
 from samplers.noise import keyed_generator
 
-from ..files import cache_folder, fsync_file
+from ..files import cache_folder, fsync_file, trim_folder
 from ..processes import add_up, shares, together
 from ..progress import progress
 from .features import Extractor
@@ -27,6 +27,7 @@ from .statistics import StreamingStatistics
 
 FEATURE_IMAGES = 10_000  # of a reference, for precision, recall and KID; the number in ADM's files
 CACHED_IMAGES = 20_000  # features of at most so many images stay in the cache, by content
+CACHE_BYTES = 4 * 2**30  # of the cache; what was used longest ago goes first
 
 
 @dataclass
@@ -85,6 +86,10 @@ def collect(
             found.features = found.features[few_rows(len(images))]
     if writes and not cached:
         file.remove()  # the map stays valid until it is dropped
+    if cached and state.is_main_process:
+        with contextlib.suppress(FileNotFoundError):  # another process trims too
+            os.utime(file.path)
+            trim_folder(file.path.parent, CACHE_BYTES)
     return found
 
 

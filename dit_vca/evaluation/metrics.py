@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .features import INCEPTION, LITE0
 from .kernel_distance import SUBSET_SIZE
 from .precision_recall import NEIGHBOURS
+from .protocols import CLIP, DINOV2, INCEPTION, LITE0
 from .statistics import EXTRAPOLATION_START
 
 # The fewest samples, and the fewest reference images, that a kind is defined for.
@@ -18,7 +18,7 @@ FEWEST = {
 
 @dataclass(frozen=True)
 class Metric:
-    """`kind`: frechet, inception-score, precision-recall, kernel or frechet-infinity."""
+    """`kind`: frechet, inception-score, precision-recall, kernel, clip-discrepancy or frechet-infinity."""
 
     protocol: str
     kind: str
@@ -36,7 +36,7 @@ class Metric:
     @property
     def needs_features(self) -> bool:
         """All features, of samples and reference."""
-        return self.kind in ("precision-recall", "kernel")
+        return self.kind in ("precision-recall", "kernel", "clip-discrepancy")
 
 
 METRICS = {
@@ -46,6 +46,8 @@ METRICS = {
     "pr": Metric(INCEPTION, "precision-recall"),
     "kid": Metric(INCEPTION, "kernel"),
     "fid-infinity": Metric(INCEPTION, "frechet-infinity"),
+    "fd-dinov2": Metric(DINOV2, "frechet"),
+    "cmmd": Metric(CLIP, "clip-discrepancy"),
     "fd-lite0": Metric(LITE0, "frechet"),
     "pr-lite0": Metric(LITE0, "precision-recall"),
     "kid-lite0": Metric(LITE0, "kernel"),

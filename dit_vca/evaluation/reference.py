@@ -15,9 +15,10 @@ from ..data.archive import read_array, read_images
 from ..data.images import NAMED
 from ..files import sha256_of_file
 from .collect import Collected, collect, versions
-from .features import INCEPTION, LITE0, Extractor
+from .features import Extractor
 from .images import ImageSet, Pixels, look_at, open_image_set
 from .metrics import METRICS, check_numbers
+from .protocols import CLIP, DINOV2, INCEPTION, LITE0
 from .statistics import FeatureStatistics
 
 # Where a reference npz keeps mean and covariance of an output: mu, sigma, mu_s, sigma_s are ADM's names.
@@ -25,8 +26,9 @@ STATISTICS_KEYS = {
     (INCEPTION, "features"): ("mu", "sigma"),
     (INCEPTION, "spatial"): ("mu_s", "sigma_s"),
     (LITE0, "features"): ("fd_lite0_mu", "fd_lite0_sigma"),
+    (DINOV2, "features"): ("dinov2_mu", "dinov2_sigma"),
 }
-FEATURE_KEYS = {INCEPTION: "inception_features", LITE0: "fd_lite0_features"}
+FEATURE_KEYS = {INCEPTION: "inception_features", LITE0: "fd_lite0_features", CLIP: "clip_features"}
 
 
 class Reference:

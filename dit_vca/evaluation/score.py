@@ -1,6 +1,6 @@
 """Score a set of images against a reference: one pass an extractor, and a report of what made the numbers."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from . import DEFAULT_BATCH, SCHEMA
 from .collect import Collected, collect, versions
 from .features import Extractor, open_extractor, pinned_numerics
 from .images import ImageSet, Pixels, look_at, open_image_set
-from .kernel_distance import kernel_distance
+from .kernel_distance import clip_discrepancy, kernel_distance
 from .metrics import METRICS, Metric, check_metrics, check_numbers
 from .precision_recall import DISTANCES, NEIGHBOURS, precision_recall
 from .reference import PreparedReference, Reference, write_reference
@@ -27,13 +27,13 @@ ORDER_MATTERS = 0.05  # relative difference of the two Inception Scores that onl
 
 def score(
     images: str | Path | np.ndarray, ref: str | Path | np.ndarray | None, *, metrics: Sequence[str] = ("fid", "is"),
-    num: int | None = None, image_size: int | None = None, inception_weights: str | None = None, batch: int = DEFAULT_BATCH,
+    num: int | None = None, image_size: int | None = None, weights: Mapping[str, str | Path] | None = None, batch: int = DEFAULT_BATCH,
     device: str = "auto", allow_lossy: bool = False, allow_duplicates: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """The report: {"metrics": {"fid@N": ...}, "samples": ..., "reference": ..., "extractors": ..., ...}.
 
     `ref` is an npz with statistics (ADM's, pytorch-fid's, or one of `make_reference`), or images as in `open_image_set`;
-    only IS needs none. Under `accelerate launch` every process takes its share, and all return the same report.
+    only IS needs none. `weights` maps protocols to weight files that are not in torch's hub cache. Under `accelerate launch` every process takes its share, and all return the same report.
     """
     metrics = check_metrics(metrics)
     _check_batch(batch)
@@ -42,7 +42,7 @@ def score(
         raise ValueError(f"{needs_reference[0]} needs a reference: give it with --ref")
     _refuse_self(images, ref)
     state = start_processes(device)
-    extractors = _open_extractors(metrics, inception_weights, state.device)  # a missing file is told before any work
+    extractors = _open_extractors(metrics, weights, state.device)  # a missing file is told before any work
     samples = open_image_set(images, num=num, image_size=image_size, allow_lossy=allow_lossy)
     check_numbers(metrics, samples=len(samples))
     reference, prepared = None, {}
@@ -92,7 +92,7 @@ def score(
 
 def make_reference(
     data: str, path: Path, *, metrics: Sequence[str], num: int | None = None, image_size: int | None = None,
-    inception_weights: str | None = None, batch: int = DEFAULT_BATCH, device: str = "auto", allow_lossy: bool = False,
+    weights: Mapping[str, str | Path] | None = None, batch: int = DEFAULT_BATCH, device: str = "auto", allow_lossy: bool = False,
 ) -> None:  # fmt: skip
     """Write an npz with what `metrics` need of `data`; see `write_reference`."""
     metrics = [m for m in check_metrics(metrics) if METRICS[m].needs_reference]
@@ -101,7 +101,7 @@ def make_reference(
     _check_batch(batch)
     state = start_processes(device)
     write_reference(
-        data, Path(path), metrics=metrics, extractors=_open_extractors(metrics, inception_weights, state.device), state=state,
+        data, Path(path), metrics=metrics, extractors=_open_extractors(metrics, weights, state.device), state=state,
         batch=batch, num=num, image_size=image_size, allow_lossy=allow_lossy,
     )  # fmt: skip
 
@@ -130,6 +130,8 @@ def _evaluate(
         kid = kernel_distance(found.features, reference.features)
         key = f"{name}@{num}/{len(reference.features)}"
         return {key: kid.mean, key.replace("@", "-all-pairs@"): kid.all_pairs}, {key: {"std": kid.std}}
+    if metric.kind == "clip-discrepancy":
+        return {f"{name}@{num}/{len(reference.features)}": clip_discrepancy(found.features, reference.features)}, {}
     numbers = {}
     suffix = name.removeprefix("pr")
     for mode, distance in DISTANCES.items():
@@ -144,9 +146,11 @@ def _check_batch(batch: int) -> None:
         raise ValueError(f"batch must be at least 1, got {batch}")
 
 
-def _open_extractors(metrics: Sequence[str], inception_weights: str | None, device: torch.device) -> dict[str, Extractor]:
+def _open_extractors(
+    metrics: Sequence[str], weights: Mapping[str, str | Path] | None, device: torch.device
+) -> dict[str, Extractor]:
     protocols = dict.fromkeys(METRICS[m].protocol for m in metrics)
-    return {p: open_extractor(p, device, inception_weights=inception_weights) for p in protocols}
+    return {p: open_extractor(p, device, weights=weights) for p in protocols}
 
 
 def _refuse_self(images, ref) -> None:

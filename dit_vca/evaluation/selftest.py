@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from .features import LITE0, Extractor
+from .features import Extractor
+from .protocols import LITE0
 
 SIZES = (32, 256)  # of the golden images: one is enlarged by every extractor, the other reduced by Lite0
 TOLERANCE = 1e-3  # of the largest feature; a CPU's float32 is within 1e-5, TF32 is not within 1e-3

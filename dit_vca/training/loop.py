@@ -28,7 +28,7 @@ from ..progress import progress
 from ..runs import RunFolder, build_network, find_weights, objective_of, read_weights
 from ..sampling import balanced_labels, check_sampling, generate, image_grid
 from ..vae import Codec, codec_of
-from .ema import EMA
+from .ema import averages
 from .optim import build_optimizer, learning_rate
 from .state import TrainState, load_checkpoint, remove_unfinished, save_checkpoint
 from .tasks import GenerationTask
@@ -117,13 +117,14 @@ def train(config: Config, run: RunFolder, shards: LatentShards, accelerator: Acc
         accelerator.print(_load_initial(network, config))
     task = GenerationTask(network, objective_of(config), config.data.latent, label_dropout=t.label_dropout, seed=config.seed)
     task.to(accelerator.device)
-    ema = EMA(network, t.ema_decay)
+    emas = averages(network, t)
+    averaged = {kind: ema.network for kind, ema in emas.items()}
     if t.compile:
         network.compile()
     wrapped, optimizer = accelerator.prepare(task, build_optimizer(network, t))
     first_step = 0
     if checkpoint is not None:
-        saved = load_checkpoint(checkpoint, network=network, ema=ema.network, optimizer=optimizer.optimizer)
+        saved = load_checkpoint(checkpoint, network=network, averages=averaged, optimizer=optimizer.optimizer)
         first_step = saved.step
         plan = plan.resumed(saved.step, saved.position)
         _restore_scale(accelerator, saved)
@@ -142,7 +143,7 @@ def train(config: Config, run: RunFolder, shards: LatentShards, accelerator: Acc
         monitor.raise_if_bad(step)
         if accelerator.is_main_process:
             save_checkpoint(
-                run, config, _state(accelerator, plan, step), network=network, ema=ema.network, optimizer=optimizer.optimizer
+                run, config, _state(accelerator, plan, step), network=network, averages=averaged, optimizer=optimizer.optimizer
             )
         accelerator.wait_for_everyone()
 
@@ -168,15 +169,16 @@ def train(config: Config, run: RunFolder, shards: LatentShards, accelerator: Acc
                 optimizer.optimizer.found_inf = bad.float()  # fused AdamW leaves weights and state as they are where it is 1
             optimizer.step()
             optimizer.zero_grad()
-            ema.update(skip=bad)
             done = step + 1
+            for ema in emas.values():
+                ema.update(done, skip=bad)
             monitor.step(done, learning_rate(t, step))
             stop = watch.agreed()
             if done % t.save_every == 0 or done == t.steps or stop:
                 save(done)
             if done == t.steps or (t.sample_every and done % t.sample_every == 0):
                 if codec is not None:
-                    _preview(run, config, ema, codec, done)
+                    _preview(run, config, averaged["ema"], codec, done)
                 accelerator.wait_for_everyone()
             if stop:
                 raise Interrupted(stop)
@@ -443,13 +445,13 @@ def _codec_for_previews(config: Config, accelerator: Accelerator) -> Codec | Non
         return None
 
 
-def _preview(run: RunFolder, config: Config, ema: EMA, codec: Codec, step: int) -> None:
+def _preview(run: RunFolder, config: Config, network: torch.nn.Module, codec: Codec, step: int) -> None:
     """A grid of images from the EMA weights: 8 a row, the classes in turn."""
     from PIL import Image
 
     labels = balanced_labels(32, config.model.num_classes)
     images = torch.cat(
-        list(generate(ema.network, objective_of(config), codec, config.sample, labels=labels, seed=config.seed, tile=32))
+        list(generate(network, objective_of(config), codec, config.sample, labels=labels, seed=config.seed, tile=32))
     )
     run.samples.mkdir(exist_ok=True)
     Image.fromarray(image_grid(images, 8).numpy()).save(run.samples / f"{step:07d}-preview.png")

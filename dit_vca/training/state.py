@@ -36,15 +36,17 @@ class TrainState:
 
 
 def save_checkpoint(
-    run: RunFolder, config: Config, state: TrainState, *, network: nn.Module, ema: nn.Module, optimizer: torch.optim.Optimizer
-) -> Path:
-    """Write checkpoints/STEP with model, ema, optimizer and state.json (which lists sizes and hashes)."""
+    run: RunFolder, config: Config, state: TrainState, *, network: nn.Module, averages: dict[str, nn.Module],
+    optimizer: torch.optim.Optimizer,
+) -> Path:  # fmt: skip
+    """Write checkpoints/STEP with model, averages by name, optimizer and state.json (which lists sizes and hashes)."""
     target = run.checkpoint(state.step)
     temporary = target.with_name(TEMPORARY_PREFIX + target.name)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     write_weights(temporary / "model.safetensors", network.state_dict(), config, step=state.step, kind="model")
-    write_weights(temporary / "ema.safetensors", ema.state_dict(), config, step=state.step, kind="ema")
+    for kind, average in averages.items():
+        write_weights(temporary / f"{kind}.safetensors", average.state_dict(), config, step=state.step, kind=kind)
     save_file(_optimizer_tensors(network, optimizer), temporary / "optimizer.safetensors")
     listed = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)} for path in sorted(temporary.iterdir())}
     (temporary / "state.json").write_text(json.dumps({**asdict(state), "files": listed}, indent=1))
@@ -58,10 +60,13 @@ def save_checkpoint(
     return target
 
 
-def load_checkpoint(path: Path, *, network: nn.Module, ema: nn.Module, optimizer: torch.optim.Optimizer) -> TrainState:
+def load_checkpoint(
+    path: Path, *, network: nn.Module, averages: dict[str, nn.Module], optimizer: torch.optim.Optimizer
+) -> TrainState:
     """Restore a checkpoint in place, bit for bit."""
     network.load_state_dict(read_weights(path / "model.safetensors").tensors)
-    ema.load_state_dict(read_weights(path / "ema.safetensors").tensors)
+    for kind, average in averages.items():
+        average.load_state_dict(read_weights(path / f"{kind}.safetensors").tensors)
     try:
         _load_optimizer(network, optimizer, load_file(path / "optimizer.safetensors"))
     except (SafetensorError, KeyError) as error:

@@ -1,9 +1,11 @@
+import math
+
 import pytest
 import torch
 from torch_fidelity.metric_kid import kid_features_to_metric
 
 from dit_vca.evaluation import kernel_distance as module
-from dit_vca.evaluation.kernel_distance import kernel_distance
+from dit_vca.evaluation.kernel_distance import clip_discrepancy, kernel_distance
 
 
 def two_sets(m, n, dim=8):
@@ -47,3 +49,16 @@ def test_two_halves_of_one_set_are_at_no_distance_on_average():
 def test_a_set_smaller_than_a_subset_is_refused_by_name():
     with pytest.raises(ValueError, match="at least 1000 images in the reference, got 10"):
         kernel_distance(*two_sets(1000, 10))
+
+
+@pytest.mark.parametrize("block", [2048, 37])
+def test_cmmd_is_its_definition_with_the_diagonal_and_times_a_thousand(monkeypatch, block):
+    monkeypatch.setattr(module, "_BLOCK", block)
+    x, y = (torch.nn.functional.normalize(z, dim=1) for z in two_sets(120, 90))
+
+    def mean_kernel(a, b):
+        return sum(math.exp(-float((u - v) @ (u - v)) / 200) for u in a.double() for v in b.double()) / (len(a) * len(b))
+
+    expected = 1000 * (mean_kernel(x, x) + mean_kernel(y, y) - 2 * mean_kernel(x, y))
+    assert clip_discrepancy(x, y) == pytest.approx(expected, rel=1e-6)
+    assert clip_discrepancy(x, x.clone()) == pytest.approx(0, abs=1e-9)

@@ -8,10 +8,11 @@ from torch_fidelity import feature_extractor_inceptionv3 as theirs
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
 
 from dit_vca.data.images import open_images
-from dit_vca.evaluation.features import Extractor, Lite0, inception_extractor
+from dit_vca.evaluation.features import Extractor
 from dit_vca.evaluation.images import open_image_set
 from dit_vca.evaluation.inception_score import StreamingInceptionScore
 from dit_vca.evaluation.kernel_distance import kernel_distance
+from dit_vca.evaluation.networks import InceptionCompat, Lite0
 from dit_vca.evaluation.score import features_of
 from dit_vca.evaluation.statistics import StreamingStatistics, frechet_distance
 
@@ -53,7 +54,7 @@ def weights(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def inception(weights):
-    return inception_extractor(weights, "0" * 64, CPU)
+    return Extractor("inception-v3-compat", InceptionCompat(weights), "0" * 64, InceptionCompat.outputs, CPU)
 
 
 def statistics(features):
@@ -132,7 +133,7 @@ def test_spatial_features_are_the_first_seven_channels_of_mixed_6_conv_in_nhwc_o
 
 def test_spatial_features_of_a_made_tensor_count_as_nhwc():
     """Channel c at row h and column w is 10000 c + 100 h + w."""
-    from dit_vca.evaluation.features import InceptionCompat
+    from dit_vca.evaluation.networks import InceptionCompat
 
     c, h, w = torch.meshgrid(torch.arange(192), torch.arange(17), torch.arange(17), indexing="ij")
     module = InceptionCompat.__new__(InceptionCompat)

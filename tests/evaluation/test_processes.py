@@ -1,25 +1,19 @@
 import json
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from made import environment
+from made import environment, python
 
 from dit_vca.data.images import open_images
 from dit_vca.processes import shares
 
 
 def scored(folder, processes, cache):
-    launch = (
-        ["-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", str(processes)]
-        if processes > 1
-        else []
-    )
     out = folder / f"{processes}-{cache}.json"
     command = [
-        sys.executable, *launch, "-m", "dit_vca", "score", "images.npz", "--ref", "real.npz", "--metrics", "fd-lite0,pr-lite0",
+        *python(processes), "-m", "dit_vca", "score", "images.npz", "--ref", "real.npz", "--metrics", "fd-lite0,pr-lite0",
         "--batch", "4", "--device", "cpu", "--out", str(out),
     ]  # fmt: skip
     done = subprocess.run(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import dit_vca as product
-from dit_vca.evaluation.features import find_inception_weights
+from dit_vca.evaluation.features import find_weights
 
 # openai/guided-diffusion, evaluations/README: admnet_guided_upsampled_imagenet256.npz
 PUBLISHED = {
@@ -20,7 +20,7 @@ def missing() -> str | None:
         if not Path(os.environ.get(variable, "")).is_file():
             return f"{variable} names no file"
     try:
-        find_inception_weights(None)
+        find_weights("inception-v3-compat")
     except ValueError as error:
         return str(error).split(",")[0]
     return None

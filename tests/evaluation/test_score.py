@@ -1,5 +1,6 @@
 import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
@@ -9,13 +10,16 @@ from made import dit_vca
 import dit_vca as product
 from dit_vca.data.archive import ImageArchive
 from dit_vca.data.images import open_images
+from dit_vca.evaluation import collect as collect_module
 from dit_vca.evaluation import features as feature_module
 from dit_vca.evaluation.class_agreement import ClassAgreement
-from dit_vca.evaluation.features import INCEPTION_FILE, Extractor, Lite0, open_extractor
+from dit_vca.evaluation.features import Extractor, open_extractor
 from dit_vca.evaluation.gaussian import sample_class_gaussians
 from dit_vca.evaluation.images import open_image_set
+from dit_vca.evaluation.networks import Lite0
 from dit_vca.evaluation.precision_recall import PrecisionRecall
 from dit_vca.evaluation.score import features_of, make_reference
+from dit_vca.files import trim_folder
 
 CPU = torch.device("cpu")
 
@@ -117,12 +121,12 @@ def fake_inception(monkeypatch, request):
     """Scoring with FakeInception, of other weights in every test; gives the list of the numbers of images of its calls."""
     from dit_vca.evaluation import score as score_module
 
-    calls, weights = [], hashlib.sha256(request.node.name.encode()).hexdigest()
+    calls, digest = [], hashlib.sha256(request.node.name.encode()).hexdigest()
     real = Extractor.__call__
     monkeypatch.setattr(Extractor, "__call__", lambda self, x, **k: (calls.append(len(x)), real(self, x, **k))[1])
     monkeypatch.setattr(
         score_module, "open_extractor",
-        lambda protocol, device, inception_weights=None: Extractor(protocol, FakeInception(), weights, FakeInception.OUTPUTS, device),
+        lambda protocol, device, weights=None: Extractor(protocol, FakeInception(), digest, FakeInception.OUTPUTS, device),
     )  # fmt: skip
     return calls
 
@@ -252,21 +256,27 @@ def test_labels_and_pixels_of_the_samples_are_in_the_report(tmp_path, clothes):
 
 
 def test_inception_weights_are_checked_by_hash_before_they_are_opened(tmp_path, monkeypatch):
-    file = tmp_path / INCEPTION_FILE
+    file = tmp_path / "weights.pth"
     file.write_bytes(b"something else")
-    monkeypatch.setattr(feature_module, "InceptionCompat", lambda path: pytest.fail("opened"))
+    monkeypatch.setitem(feature_module.NETWORKS, "inception-v3-compat", lambda path: pytest.fail("opened"))
     with pytest.raises(ValueError, match="expected 6726825d"):
-        open_extractor("inception-v3-compat", CPU, inception_weights=str(file))
+        open_extractor("inception-v3-compat", CPU, weights={"inception-v3-compat": file})
 
 
-def test_a_weight_file_that_would_run_code_is_refused_by_torch(tmp_path):
-    class Runs:
-        def __reduce__(self):
-            return (exec, ("raise SystemExit('executed')",))
+def test_the_cache_of_features_has_a_limit(monkeypatch, tmp_path, clothes):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(collect_module, "CACHE_BYTES", 3 * 10 * 1280 * 4)
+    for start in (0, 10, 20, 0):
+        product.score(clothes[start : start + 10], clothes[30:], metrics=["fd-lite0"])
+    assert len(list((tmp_path / "dit-vca" / "features").iterdir())) == 3
 
-    torch.save({"fc.weight": Runs()}, tmp_path / "weights.pth")
-    with feature_module._safe_torch_load(), pytest.raises(Exception, match="[Ww]eights.only"):
-        torch.load(tmp_path / "weights.pth", weights_only=False)
+
+def test_what_was_used_longest_ago_leaves_a_full_folder_first(tmp_path):
+    for name, used in (("old", 1), ("again", 3), ("new", 2), ("newest", 4)):
+        (tmp_path / name).write_bytes(bytes(10))
+        os.utime(tmp_path / name, (used, used))
+    trim_folder(tmp_path, 25)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["again", "newest"]
 
 
 def test_class_agreement_is_the_share_of_images_found_in_their_class():

@@ -29,7 +29,7 @@ def test_the_command_prints_what_it_measured(tmp_path):
     done = dit_vca("score", "selftest", cwd=tmp_path)
     assert done.returncode == 0 and "from the recorded values" in done.stdout, done.stderr
     done = dit_vca("score", "selftest", "--protocol", "fid", cwd=tmp_path)
-    assert done.returncode == 2 and "--protocol must be fd-lite0 or inception-v3-compat" in done.stderr
+    assert done.returncode == 2 and "--protocol must be one of fd-lite0, inception-v3-compat" in done.stderr
 
 
 @pytest.mark.parametrize("difference", [0.0, 0.01])

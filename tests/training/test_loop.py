@@ -1,3 +1,4 @@
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -9,9 +10,9 @@ from made import TINY_OPTIONS, dit_vca, equal_state, tiny_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit_vca.objectives import Objective
-from dit_vca.runs import RunFolder, build_network, objective_of, read_weights
+from dit_vca.runs import RunFolder, build_network, find_weights, objective_of, read_weights
 from dit_vca.training import NonFinite, current_config, train
-from dit_vca.training.ema import EMA
+from dit_vca.training.ema import EMA, constant_decay, power_decay, power_exponent
 from dit_vca.training.loop import BatchPlan, Monitor
 from dit_vca.training.optim import build_optimizer, learning_rate
 from dit_vca.training.tasks import GenerationTask
@@ -52,12 +53,46 @@ def test_the_ema_follows_the_weights_and_is_not_them(run):
 def test_ema_is_a_weighted_mean_of_the_weights_and_skips_a_bad_step():
     network = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.constant_(network.weight, 0.0)
-    ema = EMA(network, 0.75)
+    ema = EMA(network, constant_decay(0.75))
     torch.nn.init.constant_(network.weight, 1.0)
-    ema.update(skip=torch.tensor(False))
+    ema.update(1, skip=torch.tensor(False))
     assert float(ema.network.weight) == 0.25
-    ema.update(skip=torch.tensor(True))
+    ema.update(1, skip=torch.tensor(True))
     assert float(ema.network.weight) == 0.25
+
+
+def test_power_function_averages_weigh_the_steps_by_their_profile():
+    n, width = 2000, 0.1
+    exponent = power_exponent(width)
+    decay, weights = power_decay(width), np.zeros(n)
+    for step in range(1, n + 1):
+        weights *= decay(step)
+        weights[step - 1] += 1 - decay(step)
+    times = np.arange(1, n + 1) / n
+    assert weights.sum() == pytest.approx(1)
+    assert np.allclose(weights[100:] * n, (exponent + 1) * times[100:] ** exponent, rtol=0.02)
+    mean = (weights * times).sum()
+    assert np.sqrt((weights * (times - mean) ** 2).sum()) == pytest.approx(width, rel=0.01)
+    assert power_exponent(0.05) == pytest.approx(16.97, abs=0.005) and exponent == pytest.approx(6.94, abs=0.005)  # the paper's
+
+
+def test_several_averages_are_kept_resumed_and_sampled_from(tmp_path, shards):
+    more = {"ema_more": (0.5,), "ema_power": (0.1, 0.2)}
+    whole = train(tiny_config(shards, **more), tmp_path / "whole")
+    kinds = ["ema", "ema-0.5", "ema-power-0.1", "ema-power-0.2", "model"]
+    assert sorted(p.stem for p in whole.checkpoint(4).glob("*.safetensors")) == sorted([*kinds, "optimizer"])
+    files = [read_weights(find_weights(whole.path, kind)) for kind in kinds]
+    assert [file.kind for file in files] == kinds
+    for one, other in itertools.combinations(files, 2):
+        assert not torch.equal(one.tensors["blocks.0.attn.qkv.weight"], other.tensors["blocks.0.attn.qkv.weight"])
+    half = train(tiny_config(shards, steps=2, **more), tmp_path / "half")
+    train(tiny_config(shards, **more), half.path)
+    assert all(
+        equal_state(read_weights(find_weights(half.path, kind)).tensors, file.tensors)
+        for kind, file in zip(kinds, files, strict=True)
+    )
+    with pytest.raises(ValueError, match=r"has no weights 'ema-0.7'; it has ema, ema-0.5, ema-power-0.1, ema-power-0.2, model"):
+        find_weights(whole.path, "ema-0.7")
 
 
 def test_a_run_of_no_steps_saves_the_initial_weights(tmp_path, shards):

@@ -4,13 +4,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import replace
 
 import pytest
 import torch
-from made import TINY_OPTIONS, dit_vca, environment, tiny_config
+from made import TINY_OPTIONS, dit_vca, environment, python, tiny_config
 
 from dit_vca.processes import check_process_count
 from dit_vca.runs import RunFolder, read_weights
@@ -24,10 +23,7 @@ def outcome(run, step):
 
 
 def command(run, shards, *options, processes=1):
-    launch = [sys.executable, "-m"]
-    if processes > 1:
-        launch += ["accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", str(processes), "-m"]
-    return [*launch, "dit_vca", "train", "--run", str(run), "--data.name", str(shards), *TINY_OPTIONS, *options]
+    return [*python(processes), "-m", "dit_vca", "train", "--run", str(run), "--data.name", str(shards), *TINY_OPTIONS, *options]
 
 
 def go(run, shards, *options, processes=1, tmp_path):
