@@ -10,16 +10,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, rms_norm, scaled_dot_product_attention
 
-from .base import QKVAttention, check_grid
+from .base import QKVAttention, check_grid, one_of, refuse_bias, refuse_other_tokens
+from .differential import RMS_EPS, check_halves, difference_of_maps, lambda_init, learned_lambda
 
-RMS_EPS = 1e-5  # Differential Transformer (Ye et al. 2024), which VCA builds on
+STAGES = ("vca", "vanilla", "differential")
+STREAMS = ("pool", "emb", "pool+emb")
 
 
 class VisualContrastAttention(QKVAttention):
-    """VCA with n = pool x pool contrast tokens a head, at every size of the token grid.
+    """VCA with n = pool x pool contrast tokens a head, at every size of the token grid; and its ablations.
 
     Options: `pool`, the side of the contrast grid (8 in the paper's DiT and SiT, 7 in DeiT); `depthwise`, the kernel
-    size of the convolution on the values (3; 0 leaves it out); `embedding_std`, of the two learned stream embeddings.
+    size of the convolution on the values (3; 0 leaves it out); `embedding_std`, of the learned stream embeddings.
+
+    `stage1` and `stage2` are `vca`, `vanilla` (one softmax with the pooled queries as tokens) or `differential` (halves
+    of each head, with the pooled queries as tokens); `vca` and `differential` do not go together. `positive` and
+    `negative` say what the contrast tokens of a stream are where a stage is `vca`: pooled queries, the embedding alone,
+    or their sum. Parameters that an ablation does not use are kept, frozen, as the paper counts them.
     """
 
     def __init__(
@@ -32,41 +39,63 @@ class VisualContrastAttention(QKVAttention):
         pool: int = 8,
         depthwise: int = 3,
         embedding_std: float = 0.02,
+        stage1: str = "vca",
+        stage2: str = "vca",
+        positive: str = "pool+emb",
+        negative: str = "pool+emb",
     ):
         super().__init__(dim, num_heads, layer=layer, qkv_bias=qkv_bias, depthwise=depthwise)
         if pool < 1:
             raise ValueError(f"attention option pool must be at least 1, got {pool}")
         if embedding_std < 0:
             raise ValueError(f"attention option embedding_std must not be negative, got {embedding_std}")
+        self.stages = one_of("stage1", stage1, STAGES), one_of("stage2", stage2, STAGES)
+        self.streams = one_of("positive", positive, STREAMS), one_of("negative", negative, STREAMS)
+        if "differential" in self.stages:
+            check_halves(self.head_dim)
+            if "vca" in self.stages:
+                raise ValueError("attention options stage1 and stage2: vca and differential do not go together")
         self.pool = pool
         self.lambda_init = lambda_init(layer)
-        self.embedding_pos = nn.Parameter(torch.empty(num_heads, pool * pool, self.head_dim))
-        self.embedding_neg = nn.Parameter(torch.empty(num_heads, pool * pool, self.head_dim))
+        for name, stream in zip(("embedding_pos", "embedding_neg"), self.streams, strict=True):
+            has_embedding = stream != "pool" and "vca" in self.stages
+            embedding = nn.Parameter(torch.empty(num_heads, pool * pool, self.head_dim)) if has_embedding else None
+            if embedding is not None:
+                nn.init.trunc_normal_(embedding, std=embedding_std)
+            self.register_parameter(name, embedding)
         self.lambda1 = nn.Parameter(torch.empty(4, self.head_dim))  # rows: q1, k1, q2, k2
         self.lambda2 = nn.Parameter(torch.empty(4, self.head_dim))
         self.rms1 = nn.Parameter(torch.ones(self.head_dim))
         self.rms2 = nn.Parameter(torch.ones(self.head_dim))
-        for embedding in (self.embedding_pos, self.embedding_neg):
-            nn.init.trunc_normal_(embedding, std=embedding_std)
         for vectors in (self.lambda1, self.lambda2):
             nn.init.normal_(vectors, std=0.1)
+        for stage, unused in zip(self.stages, ((self.lambda1, self.rms1), (self.lambda2, self.rms2)), strict=True):
+            for parameter in unused if stage == "vanilla" else ():
+                parameter.requires_grad_(False)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, grid: tuple[int, int], *, bias: Tensor | None = None) -> Tensor:
-        if bias is not None:
-            raise ValueError("VCA has no q-k logits that a bias or mask could be added to; use softmax attention")
-        if k.shape[2] != q.shape[2]:
-            raise ValueError("VCA takes queries, keys and values from the same tokens; kv is not supported")
+        refuse_bias(bias, "VCA", "it has no q-k logits that one could be added to")
+        refuse_other_tokens(q, k, "VCA")
         return visual_contrast_attention(
             q, k, v, grid,
             contrast_grid=(self.pool, self.pool),
             embeddings=(self.embedding_pos, self.embedding_neg),
-            lambdas=(contrast_lambda(self.lambda1, self.lambda_init), contrast_lambda(self.lambda2, self.lambda_init)),
+            lambdas=(learned_lambda(self.lambda1, self.lambda_init), learned_lambda(self.lambda2, self.lambda_init)),
             gains=(self.rms1, self.rms2),
             scale=1 - self.lambda_init,
+            stages=self.stages,
+            streams=self.streams,
         )  # fmt: skip
 
+    def mix_macs(self, num_tokens: int) -> int:
+        """In units of N n dim: stage I 4, or 2 where it is vanilla or its maps are differenced first; stage II 3 or 2."""
+        units = {"vca": 4, "vanilla": 2, "differential": 2}[self.stages[0]] + {"vca": 3, "vanilla": 2, "differential": 2}[
+            self.stages[1]
+        ]
+        return units * num_tokens * self.pool**2 * self.dim
+
     def extra_repr(self) -> str:
-        return f"pool={self.pool}, layer={self.layer}"
+        return f"pool={self.pool}, layer={self.layer}, stages={self.stages}, streams={self.streams}"
 
 
 def visual_contrast_attention(
@@ -76,24 +105,63 @@ def visual_contrast_attention(
     grid: tuple[int, int],
     *,
     contrast_grid: tuple[int, int],
-    embeddings: tuple[Tensor, Tensor],
+    embeddings: tuple[Tensor | None, Tensor | None],
     lambdas: tuple[Tensor, Tensor],
     gains: tuple[Tensor, Tensor],
     scale: float,
+    stages: tuple[str, str] = ("vca", "vca"),
+    streams: tuple[str, str] = ("pool+emb", "pool+emb"),
 ) -> Tensor:
     """Both stages of VCA: q, k, v (B, heads, N, d) -> (B, heads, N, d).
 
     embeddings: e+ and e-, each (heads, n, d); lambdas: of stage I and II, each a scalar; gains: RMSNorm's, each (d,);
     scale: 1 - lambda_init.
     """
-    pooled = pool_queries(q, grid, contrast_grid)  # (B, heads, n, d)
-    streams = torch.cat([pooled + embeddings[0], pooled + embeddings[1]], dim=2)  # t+ then t-: (B, heads, 2n, d)
-    v_pos, v_neg = scaled_dot_product_attention(streams, k, v).chunk(2, dim=2)  # Eq. 9, both streams in one pass over k, v
-    contrast = scale * rms_norm(v_pos - lambdas[0] * v_neg, gains[0].shape, gains[0], RMS_EPS)  # Eq. 10
-    logits = (q / math.sqrt(q.shape[-1])) @ streams.transpose(-2, -1)  # (B, heads, N, 2n)
-    map_pos, map_neg = logits.unflatten(-1, (2, -1)).softmax(-1).unbind(-2)  # two softmaxes over n: Eq. 11
-    out = (map_pos - lambdas[1] * map_neg) @ contrast  # Eq. 12: the maps are differenced before the values are read
-    return scale * rms_norm(out, gains[1].shape, gains[1], RMS_EPS)  # Eq. 13
+    pooled = tokens = None
+    if set(streams) != {"emb"} or set(stages) != {"vca"}:
+        pooled = pool_queries(q, grid, contrast_grid)  # (B, heads, n, d)
+    if "vca" in stages:
+        tokens = torch.cat(
+            [contrast_tokens(pooled, s, e, len(q)) for s, e in zip(streams, embeddings, strict=True)], dim=2
+        )  # t+ then t-: (B, heads, 2n, d)
+    contrast = _gather(stages[0], pooled, tokens, k, v, lambdas[0])
+    if stages[0] != "vanilla":
+        contrast = scale * rms_norm(contrast, gains[0].shape, gains[0], RMS_EPS)  # Eq. 10
+    out = _scatter(stages[1], q, pooled, tokens, contrast, lambdas[1])
+    return out if stages[1] == "vanilla" else scale * rms_norm(out, gains[1].shape, gains[1], RMS_EPS)  # Eq. 13
+
+
+def contrast_tokens(pooled: Tensor | None, stream: str, embedding: Tensor | None, batch: int) -> Tensor:
+    """The contrast tokens of one stream, (B, heads, n, d)."""
+    if stream == "emb":
+        return embedding.expand(batch, *embedding.shape)
+    return pooled if stream == "pool" else pooled + embedding
+
+
+def _gather(stage: str, pooled, tokens, k: Tensor, v: Tensor, lam: Tensor) -> Tensor:
+    """Stage I: what the contrast tokens read of all values, (B, heads, n, d)."""
+    if stage == "vanilla":
+        return scaled_dot_product_attention(pooled, k, v)
+    if stage == "differential":
+        return difference_of_maps(_half_logits(pooled, k), lam) @ v
+    v_pos, v_neg = scaled_dot_product_attention(tokens, k, v).chunk(2, dim=2)  # Eq. 9, both streams in one pass over k, v
+    return v_pos - lam * v_neg
+
+
+def _scatter(stage: str, q: Tensor, pooled, tokens, contrast: Tensor, lam: Tensor) -> Tensor:
+    """Stage II: what every token reads of the contrast values, (B, heads, N, d)."""
+    if stage == "vanilla":
+        return scaled_dot_product_attention(q, pooled, contrast)
+    if stage == "differential":
+        return difference_of_maps(_half_logits(q, pooled), lam) @ contrast
+    logits = (q / math.sqrt(q.shape[-1])) @ tokens.transpose(-2, -1)  # (B, heads, N, 2n)
+    return difference_of_maps(logits.unflatten(-1, (2, -1)), lam) @ contrast  # Eq. 11, 12: two softmaxes over n
+
+
+def _half_logits(q: Tensor, k: Tensor) -> Tensor:
+    """(B, heads, N, 2, M): the products of both halves of each head, over sqrt(d / 2)."""
+    halves = [a @ b.transpose(-2, -1) for a, b in zip(q.chunk(2, dim=-1), k.chunk(2, dim=-1), strict=True)]
+    return torch.stack(halves, dim=-2) / math.sqrt(q.shape[-1] / 2)
 
 
 def pool_queries(q: Tensor, grid: tuple[int, int], contrast_grid: tuple[int, int]) -> Tensor:
@@ -111,15 +179,3 @@ def pool_queries(q: Tensor, grid: tuple[int, int], contrast_grid: tuple[int, int
     channels_first = image.permute(0, 1, 4, 2, 3).flatten(0, 1)  # (B * heads, d, H, W)
     pooled = adaptive_avg_pool2d(channels_first, contrast_grid)
     return pooled.unflatten(0, q.shape[:2]).flatten(3).transpose(2, 3)
-
-
-def lambda_init(layer: int) -> float:
-    """0.8 - 0.6 exp(-0.3 layer), layer counted from 0: the Differential Transformer's schedule (Ye et al. 2024)."""
-    return 0.8 - 0.6 * math.exp(-0.3 * layer)
-
-
-def contrast_lambda(vectors: Tensor, init: float) -> Tensor:
-    """exp(q1 . k1) - exp(q2 . k2) + init, a scalar in float32 or wider; `vectors` (4, d) has rows q1, k1, q2, k2."""
-    with torch.autocast(vectors.device.type, enabled=False):
-        q1, k1, q2, k2 = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
-        return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + init

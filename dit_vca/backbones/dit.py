@@ -56,10 +56,14 @@ class DiT(nn.Module):
         self.t_embedder = TimestepEmbedder(dim)
         self.y_embedder = LabelEmbedder(num_classes, dim) if num_classes else None
         self.pos_embed = nn.Parameter(sincos_position_embedding(dim, self.grid), requires_grad=False)
-        self.blocks = nn.ModuleList(
-            DiTBlock(dim, int(dim * mlp_ratio), build_attention(attention, dim, num_heads, layer=i, options=attention_options or {}))
+        attentions = (
+            build_attention(
+                attention, dim, num_heads, layer=i, depth=depth, num_tokens=self.grid[0] * self.grid[1],
+                options=attention_options or {},
+            )
             for i in range(depth)
         )  # fmt: skip
+        self.blocks = nn.ModuleList(DiTBlock(dim, int(dim * mlp_ratio), attn) for attn in attentions)
         self.final_layer = FinalLayer(dim, patch_size**2 * self.out_channels)
         self._initialize()
 
@@ -83,8 +87,11 @@ class DiT(nn.Module):
 
         What a kind of attention adds to `qkv` and `proj` keeps the initialisation its own constructor gave it.
         """
+        added = {m for block in self.blocks for m in block.attn.modules()} - {
+            projection for block in self.blocks for projection in (block.attn.qkv, block.attn.proj)
+        }
         for module in self.modules():
-            if isinstance(module, nn.Linear):
+            if isinstance(module, nn.Linear) and module not in added:
                 nn.init.xavier_uniform_(module.weight)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)

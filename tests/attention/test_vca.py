@@ -6,8 +6,8 @@ from golden_values import metadata, section
 
 from dit_vca.attention.vca import (
     VisualContrastAttention,
-    contrast_lambda,
     lambda_init,
+    learned_lambda,
     pool_queries,
     visual_contrast_attention,
 )
@@ -103,7 +103,7 @@ def test_the_heads_are_the_recorded_ones(name):
     heads = visual_contrast_attention(
         r["q"], r["k"], r["v"], tuple(case["grid"]), contrast_grid=tuple(case["contrast_grid"]),
         embeddings=(r["emb_pos"], r["emb_neg"]), gains=(r["rms1"], r["rms2"]), scale=1 - init,
-        lambdas=(contrast_lambda(r["lambda1"], init), contrast_lambda(r["lambda2"], init)),
+        lambdas=(learned_lambda(r["lambda1"], init), learned_lambda(r["lambda2"], init)),
     )  # fmt: skip
     torch.testing.assert_close(heads.transpose(1, 2).flatten(2), r["vca.heads"], rtol=0, atol=1e-12)
 
@@ -161,10 +161,10 @@ def test_the_output_rms_of_each_head_is_one_minus_lambda_init():
 def test_lambda_is_computed_in_float32_under_autocast_and_in_float64_for_float64():
     vectors = torch.full((4, 8), 0.3)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        value = contrast_lambda(vectors, 0.2)
-    assert value.dtype == torch.float32 and torch.equal(value, contrast_lambda(vectors, 0.2))
-    assert contrast_lambda(vectors.bfloat16(), 0.2).dtype == torch.float32
-    assert contrast_lambda(vectors.double(), 0.2).dtype == torch.float64
+        value = learned_lambda(vectors, 0.2)
+    assert value.dtype == torch.float32 and torch.equal(value, learned_lambda(vectors, 0.2))
+    assert learned_lambda(vectors.bfloat16(), 0.2).dtype == torch.float32
+    assert learned_lambda(vectors.double(), 0.2).dtype == torch.float64
 
 
 def test_parameters_start_with_the_documented_spreads():
