@@ -135,7 +135,7 @@ class TrainConfig:
         micro_batch: images of one forward pass of one process; null means batch_size over the processes.
         lr: peak learning rate of AdamW.
         betas: AdamW's betas.
-        weight_decay: AdamW's decay.
+        weight_decay: AdamW's decay, of the matrices of linear layers and convolutions.
         warmup_steps: linear warm-up of the learning rate.
         schedule: constant, or cosine to zero at the last step.
         clip_grad: largest gradient norm; 0 turns clipping off.

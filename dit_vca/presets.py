@@ -1,9 +1,12 @@
-"""Named recipes: a grammar over tables, `demo[-ddpm][-ATTENTION]` and `{dit|sit}-{s|b|l|xl}{2|4|8}[-512]-ATTENTION`."""
+"""Named recipes: a grammar over tables, `demo[-ddpm][-ATTENTION]` and `{dit|sit}-{s|b|l|xl}{2|4|8}[-512]-ATTENTION`.
+
+An attention is a kind, or a row of the VCA paper's Tables 3 and 4.
+"""
 
 import re
 from dataclasses import replace
 
-from .attention import ATTENTION
+from .attention import ATTENTION, VCA_ROWS
 from .config import AttentionConfig, Config, DataConfig, ModelConfig, ObjectiveConfig, SampleConfig, TrainConfig
 
 # DiT, Table 1 (Peebles and Xie 2023): width, depth, heads; xs is for 16 tokens on a CPU.
@@ -20,7 +23,12 @@ DDPM_V = replace(DDPM, target="v")  # learns what is far from the data sooner: d
 FLOW = ObjectiveConfig(path="linear", target="v", time_law="logit-normal")
 SIT = ObjectiveConfig(path="linear", target="v", time_scale=1.0, data_at_1=True)
 
-_ATTENTION = "|".join(ATTENTION)
+DEMO_OPTIONS = {  # sizes for 16 tokens, where the defaults would be as many as there are tokens, or more
+    "vca": {"pool": 4}, "nystromformer": {"landmarks": 4}, "linformer": {"rank": 8},
+}  # fmt: skip
+
+_NAMES = (*ATTENTION, *VCA_ROWS)
+_ATTENTION = "|".join(_NAMES)
 _DEMO = re.compile(rf"demo(?P<ddpm>-ddpm)?(-(?P<attention>{_ATTENTION}))?")
 _IMAGENET = re.compile(rf"(?P<family>dit|sit)-(?P<size>s|b|l|xl)(?P<patch>2|4|8)(?P<large>-512)?-(?P<attention>{_ATTENTION})")
 
@@ -33,17 +41,22 @@ def preset(name: str) -> Config:
         return _imagenet(name, **match.groupdict())
     raise ValueError(
         f"unknown preset {name!r}; there is demo[-ddpm][-ATTENTION] and {{dit|sit}}-{{s|b|l|xl}}{{2|4|8}}[-512]-ATTENTION "
-        f"with ATTENTION one of {', '.join(ATTENTION)}"
+        f"with ATTENTION one of {', '.join(_NAMES)}"
     )
+
+
+def _attention(name: str) -> AttentionConfig:
+    return AttentionConfig("vca", VCA_ROWS[name]) if name in VCA_ROWS else AttentionConfig(name)
 
 
 def _demo(name: str, *, ddpm: bool, attention: str) -> Config:
     """Fashion-MNIST in the latents of the embedded VAE, on a CPU; docs/demo.md has the time and the scores measured."""
-    options = {"pool": 4} if attention == "vca" else {}
+    chosen = _attention(attention)
+    chosen = replace(chosen, options=DEMO_OPTIONS.get(chosen.name, {}) | chosen.options)
     return Config(
         preset=name,
         model=ModelConfig(
-            **SIZES["xs"], patch_size=4, learn_sigma=ddpm, attention=AttentionConfig(attention, options)
+            **SIZES["xs"], patch_size=4, learn_sigma=ddpm, attention=chosen
         ),
         objective=DDPM_V if ddpm else FLOW,
         train=TrainConfig(
@@ -62,7 +75,7 @@ def _imagenet(name: str, *, family: str, size: str, patch: str, large: str | Non
     ddpm = family == "dit"
     return Config(
         preset=name,
-        model=ModelConfig(**SIZES[size], patch_size=int(patch), learn_sigma=True, attention=AttentionConfig(attention)),
+        model=ModelConfig(**SIZES[size], patch_size=int(patch), learn_sigma=True, attention=_attention(attention)),
         objective=DDPM if ddpm else SIT,
         data=DataConfig(name=None, image_size=512 if large else 256, flip=True),
         train=replace(TrainConfig(), clip_grad=0.0),

@@ -4,18 +4,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dit_vca.attention import ATTENTION
+from dit_vca.attention import ATTENTION, VCA_ROWS
 from dit_vca.config import Config, from_dict, to_dict
 from dit_vca.presets import preset
 from dit_vca.runs import build_network, objective_of
 
+NAMES = (*ATTENTION, *VCA_ROWS)
 IMAGENET = [
     f"{family}-{size}{patch}{large}-{attention}"
     for family, size, patch, large, attention in itertools.product(
-        ("dit", "sit"), ("s", "b", "l", "xl"), (2, 4, 8), ("", "-512"), ATTENTION
+        ("dit", "sit"), ("s", "b", "l", "xl"), (2, 4, 8), ("", "-512"), NAMES
     )
 ]
-DEMO = [f"demo{ddpm}{attention}" for ddpm in ("", "-ddpm") for attention in ("", *(f"-{name}" for name in ATTENTION))]
+DEMO = [f"demo{ddpm}{attention}" for ddpm in ("", "-ddpm") for attention in ("", *(f"-{name}" for name in NAMES))]
 
 SOFTMAX_PARAMETERS = {
     "s8": 33_148_160, "s4": 32_945_024, "s2": 32_963_360, "b8": 130_881_536, "b4": 130_475_648, "b2": 130_512_416,
@@ -70,7 +71,7 @@ def test_the_config_of_a_preset_survives_its_own_record(name):
     assert from_dict(to_dict(preset(name))) == preset(name)
 
 
-@pytest.mark.parametrize("name", IMAGENET[:: len(ATTENTION)])
+@pytest.mark.parametrize("name", IMAGENET[:: len(NAMES)])
 def test_a_name_says_patch_size_image_size_and_family(name):
     config = preset(name)
     assert config.model.patch_size == int(name.split("-")[1][-1])
@@ -81,10 +82,18 @@ def test_a_name_says_patch_size_image_size_and_family(name):
     assert config.model.learn_sigma and config.data.flip and config.sample.guidance_channels == 3
 
 
-@pytest.mark.parametrize("name", [*IMAGENET[: len(ATTENTION)], *DEMO])
+@pytest.mark.parametrize("name", [*IMAGENET[: len(NAMES)], *DEMO])
 def test_a_name_says_the_attention_and_the_demo_is_vca_unless_it_says_otherwise(name):
-    said = name.rsplit("-", 1)[-1]
-    assert preset(name).model.attention.name == (said if said in ATTENTION else "vca")
+    said = next((n for n in NAMES if name.endswith(f"-{n}")), "vca")
+    assert preset(name).model.attention.name == ("vca" if said in VCA_ROWS else said)
+
+
+@pytest.mark.parametrize("row", VCA_ROWS)
+def test_a_row_of_the_paper_is_vca_with_its_options(row):
+    for name in (f"sit-s2-{row}", f"demo-{row}"):
+        config = preset(name).model.attention
+        assert config.name == "vca" and VCA_ROWS[row].items() <= config.options.items()
+    assert preset(f"demo-{row}").model.attention.options["pool"] == 4
 
 
 @pytest.mark.parametrize(("name", "path"), [("demo", "linear"), ("demo-ddpm", "ddpm"), ("demo-ddpm-softmax", "ddpm")])
@@ -103,4 +112,4 @@ def test_an_unknown_preset_is_refused_with_the_grammar(name):
     message = str(error.value)
     assert repr(name) in message
     assert "demo[-ddpm][-ATTENTION]" in message and "{dit|sit}-{s|b|l|xl}{2|4|8}[-512]-ATTENTION" in message
-    assert all(attention in message for attention in ATTENTION)
+    assert all(attention in message for attention in NAMES)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from .base import QKVAttention, one_of
+from .streams import ATTENTION_STAGE, Streams, softmax_stream
 
 # variant: (queries of its own for the negative branch, values of its own, a factor alpha for each head)
 VARIANTS = {
@@ -85,6 +86,13 @@ class DenoisingAttention(QKVAttention):
             torch.cat([q, -q_neg], dim=1), torch.cat([k, k], dim=1), torch.cat([v, v_neg], dim=1), attn_mask=mask
         )
         return tuple(both.chunk(2, dim=1))
+
+    def two_streams(self, x: Tensor, grid: tuple[int, int], *, kv: Tensor | None = None) -> tuple[Streams, ...]:
+        """Both branches before alpha, with the maps written out; the weight is -sign alpha, so that positive subtracts."""
+        q, k, v = self._project(x, kv)
+        q, k, v, q_neg, v_neg = (self._split_heads(z) for z in (q, k, v, *self._project_negative(x, kv, q, v)))
+        alpha = q.new_ones(self.num_heads) if self.alpha is None else self.alpha
+        return (Streams(ATTENTION_STAGE, softmax_stream(q, k, v), softmax_stream(-q_neg, k, v_neg), -self.sign * alpha),)
 
     def mix_macs(self, num_tokens: int) -> int:
         own = 0 if self.qv_neg is None else num_tokens * self.dim * self.qv_neg.out_features

@@ -4,9 +4,10 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, scaled_dot_product_attention
+from torch.nn.functional import pad, rms_norm, scaled_dot_product_attention
 
 from .base import QKVAttention
+from .streams import ATTENTION_STAGE, Streams, softmax_stream
 
 RMS_EPS = 1e-5  # the paper's
 
@@ -32,9 +33,22 @@ class DifferentialAttention(QKVAttention):
         return (1 - self.lambda_init) * rms_norm(out, self.rms1.shape, self.rms1, RMS_EPS)
 
     def branches(self, q: Tensor, k: Tensor, v: Tensor, *, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """What the two maps read of v, each (B, heads, N, head_dim): two calls of torch's fused kernels."""
-        (q1, q2), (k1, k2) = q.chunk(2, dim=-1), k.chunk(2, dim=-1)
-        return tuple(scaled_dot_product_attention(a, b, v, attn_mask=bias) for a, b in ((q1, k1), (q2, k2)))
+        """What the two maps read of v, each (B, heads, N, head_dim): two calls of torch's fused kernels.
+
+        Halves are filled up with zeros to the width of v, because the fused kernels ask for equal widths; without them
+        torch keeps whole maps.
+        """
+        half = self.head_dim // 2
+        halves = zip(q.chunk(2, dim=-1), k.chunk(2, dim=-1), strict=True)
+        padded = ((pad(a, (0, half)), pad(b, (0, half))) for a, b in halves)
+        return tuple(scaled_dot_product_attention(a, b, v, attn_mask=bias, scale=half**-0.5) for a, b in padded)
+
+    def two_streams(self, x: Tensor, grid: tuple[int, int], *, kv: Tensor | None = None) -> tuple[Streams, ...]:
+        """What the two maps are and read, before lambda and norm, with the maps written out."""
+        q, k, v = (self._split_heads(tokens) for tokens in self._project(x, kv))
+        halves = zip(q.chunk(2, dim=-1), k.chunk(2, dim=-1), strict=True)
+        lam = learned_lambda(self.lambda1, self.lambda_init).expand(self.num_heads)
+        return (Streams(ATTENTION_STAGE, *(softmax_stream(a, b, v) for a, b in halves), lam),)
 
     def mix_macs(self, num_tokens: int) -> int:
         return 3 * num_tokens**2 * self.dim  # each of two maps reads v

@@ -4,14 +4,13 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import elu
 
 from .base import QKVAttention, at_least, one_of, refuse_bias, refuse_other_tokens
 
 EPS = 1e-6  # in the denominator: a query whose features are all zero reads nothing instead of NaN
 NO_BIAS = "its weights are products of features, not of exponentials"
 FEATURE_MAPS = {
-    "elu+1": lambda x: elu(x) + 1,
+    "elu+1": lambda x: torch.exp(x.clamp(max=0)) + torch.relu(x),  # elu(x) + 1 without its cancellation
     "relu": torch.relu,
     "softplus": nn.functional.softplus,
     "softmax": lambda x: x.softmax(-1),
@@ -123,14 +122,15 @@ class PerformerAttention(FeatureAttention):
         self.feature_dim = self.head_dim * int(at_least("features", features, 1))
         blocks = torch.randn(num_heads, features, self.head_dim, self.head_dim)
         lengths = torch.randn(num_heads, self.feature_dim, self.head_dim).norm(dim=-1, keepdim=True)
-        directions = torch.linalg.qr(blocks)[0].transpose(-2, -1).flatten(1, 2)  # rows orthogonal in each block
-        self.register_buffer("directions", directions * lengths)  # (heads, feature_dim, head_dim)
+        basis, upper = torch.linalg.qr(blocks)
+        basis = basis * upper.diagonal(dim1=-2, dim2=-1).sign().unsqueeze(-2)  # LAPACK's signs are not uniform
+        self.register_buffer("directions", basis.transpose(-2, -1).flatten(1, 2) * lengths)  # (heads, feature_dim, head_dim)
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        # The largest exponent is taken off: of each query, and of each head's keys. Both cancel in the quotient.
+        # The largest exponent is taken off: of each query, and of the keys of each head. Both cancel in the quotient, but for eps.
         exponents_q, exponents_k = self._exponents(q), self._exponents(k)
-        phi_q = torch.exp(exponents_q - exponents_q.amax(-1, keepdim=True).detach())
-        return phi_q, torch.exp(exponents_k - exponents_k.amax((-2, -1), keepdim=True).detach())
+        phi_q = torch.exp(exponents_q - exponents_q.amax(-1, keepdim=True))
+        return phi_q, torch.exp(exponents_k - exponents_k.amax((-2, -1), keepdim=True))
 
     def _exponents(self, x: Tensor) -> Tensor:
         x = x / math.sqrt(math.sqrt(x.shape[-1]))

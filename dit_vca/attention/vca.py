@@ -12,6 +12,7 @@ from torch.nn.functional import adaptive_avg_pool2d, rms_norm, scaled_dot_produc
 
 from .base import QKVAttention, check_grid, one_of, refuse_bias, refuse_other_tokens
 from .differential import RMS_EPS, check_halves, difference_of_maps, lambda_init, learned_lambda
+from .streams import STAGE_1, STAGE_2, Streams, softmax_stream
 
 STAGES = ("vca", "vanilla", "differential")
 STREAMS = ("pool", "emb", "pool+emb")
@@ -86,6 +87,36 @@ class VisualContrastAttention(QKVAttention):
             stages=self.stages,
             streams=self.streams,
         )  # fmt: skip
+
+    def two_streams(self, x: Tensor, grid: tuple[int, int], *, kv: Tensor | None = None) -> tuple[Streams, ...]:
+        """The stages that are not vanilla, each before lambda and norm, with the maps written out.
+
+        In stage I the n contrast tokens read all values, in stage II the N tokens read the n contrast values.
+        """
+        q, k, v = (self._split_heads(tokens) for tokens in self._project(x, kv))
+        refuse_other_tokens(q, k, "VCA")
+        if set(self.stages) == {"vanilla"}:
+            raise ValueError("VCA with both stages vanilla has no two streams; make stage1 or stage2 vca or differential")
+        pooled = pool_queries(q, grid, (self.pool, self.pool))
+        pairs = {"differential": [z.chunk(2, dim=-1) for z in (q, k, pooled)]}  # of both streams: queries, keys, contrast tokens
+        if "vca" in self.stages:
+            embedded = zip(self.streams, (self.embedding_pos, self.embedding_neg), strict=True)
+            pairs["vca"] = [(q, q), (k, k), [contrast_tokens(pooled, s, e, len(q)) for s, e in embedded]]
+        lambdas = [learned_lambda(vectors, self.lambda_init) for vectors in (self.lambda1, self.lambda2)]
+        found, (stage1, stage2) = [], self.stages
+        if stage1 != "vanilla":
+            _, keys, asking = pairs[stage1]
+            branches = [softmax_stream(a, b, v) for a, b in zip(asking, keys, strict=True)]
+            found.append(Streams(STAGE_1, *branches, lambdas[0].expand(self.num_heads)))
+        if stage2 != "vanilla":
+            tokens = torch.cat(pairs["vca"][2], dim=2) if "vca" in pairs else None
+            contrast = _gather(stage1, pooled, tokens, k, v, lambdas[0])
+            if stage1 != "vanilla":
+                contrast = (1 - self.lambda_init) * rms_norm(contrast, self.rms1.shape, self.rms1, RMS_EPS)
+            asking, _, read = pairs[stage2]
+            branches = [softmax_stream(a, b, contrast) for a, b in zip(asking, read, strict=True)]
+            found.append(Streams(STAGE_2, *branches, lambdas[1].expand(self.num_heads)))
+        return tuple(found)
 
     def mix_macs(self, num_tokens: int) -> int:
         """In units of N n dim: stage I 4, or 2 where it is vanilla or its maps are differenced first; stage II 3 or 2."""

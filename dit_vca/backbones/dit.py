@@ -82,6 +82,22 @@ class DiT(nn.Module):
             tokens = block(tokens, c, self.grid)
         return unpatchify(self.final_layer(tokens, c), self.grid, self.patch_size)
 
+    def macs(self) -> int:
+        """Multiply-accumulates of one image: all products of matrices and convolutions, the conditioning's among them.
+
+        Embedding tables, norms, softmax and other functions of single elements do not count.
+        """
+        num_tokens = self.grid[0] * self.grid[1]
+        patch = self.patch_size**2
+        dim = self.x_embedder.proj.out_channels
+        embedders = num_tokens * patch * self.in_channels * dim + _macs_of(self.t_embedder)
+        blocks = sum(
+            block.attn.macs(num_tokens) + num_tokens * _macs_of(block.mlp) + _macs_of(block.adaLN_modulation)
+            for block in self.blocks
+        )
+        final = num_tokens * _macs_of(self.final_layer.linear) + _macs_of(self.final_layer.adaLN_modulation)
+        return embedders + blocks + final
+
     def _initialize(self) -> None:
         """DiT's initialisation: Xavier for linear layers, N(0, 0.02) for the embedders, zero for adaLN and the output.
 
@@ -108,6 +124,11 @@ class DiT(nn.Module):
         ):
             nn.init.zeros_(zeroed.weight)
             nn.init.zeros_(zeroed.bias)
+
+
+def _macs_of(module: nn.Module) -> int:
+    """Multiply-accumulates of a module's linear layers on one token."""
+    return sum(m.weight.numel() for m in module.modules() if isinstance(m, nn.Linear))
 
 
 class DiTBlock(nn.Module):

@@ -19,6 +19,7 @@ from accelerate.utils import ProjectConfiguration, broadcast_object_list
 from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from ..attention import QKVAttention
 from ..config import Config, TrainConfig
 from ..data.latents import LatentShards, PositionOrder, flips
 from ..errors import Interrupted, NonFinite
@@ -359,7 +360,11 @@ def _clip(network: torch.nn.Module, max_norm: float) -> Tensor:
 
 
 def _load_initial(network: torch.nn.Module, config: Config) -> str:
-    """Start from a weight file; a label table of another size keeps its new initial values. Returns a line that says so."""
+    """Start from a weight file. Returns a line that says what did not come from it.
+
+    A label table of another size keeps its new initial values. A softmax model may become one of another attention:
+    what that has besides is set by `start_from_softmax`.
+    """
     weights = read_weights(find_weights(config.train.init_from))
     tensors, own = dict(weights.tensors), network.state_dict()
     said = f"starting from {weights.path} (step {weights.step}, {weights.kind} weights)"
@@ -371,12 +376,21 @@ def _load_initial(network: torch.nn.Module, config: Config) -> str:
     elif table in tensors and table not in own:
         del tensors[table]
         said += "; its label table is dropped, this model has no classes"
+    theirs, ours = weights.config.model.attention.name, config.model.attention.name
+    converted = theirs == "softmax" and ours != "softmax"
+    if converted:
+        added = {name for name in own if ".attn." in name and name not in tensors}
+        tensors |= {name: own[name] for name in added}
+        said += f"; softmax attention becomes {ours}, with {len(added)} new tensors"
     try:
         network.load_state_dict(tensors)
     except RuntimeError as error:
         raise ValueError(
             f"train.init_from {weights.path} does not fit this model: {' '.join(str(error).split())[:300]}"
         ) from error
+    for module in network.modules() if converted else ():
+        if isinstance(module, QKVAttention):
+            module.start_from_softmax()
     return said
 
 

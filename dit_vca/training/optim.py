@@ -9,9 +9,23 @@ from ..config import TrainConfig
 
 
 def build_optimizer(network: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """Fused AdamW over the trainable parameters: it takes a non-finite flag from the device without a sync."""
-    trainable = [p for p in network.parameters() if p.requires_grad]
-    return torch.optim.AdamW(trainable, lr=config.lr, betas=config.betas, weight_decay=config.weight_decay, fused=True)
+    """Fused AdamW over the trainable parameters: it takes a non-finite flag from the device without a sync.
+
+    Weight decay acts on the matrices of linear layers and convolutions alone; biases, gains, embeddings, and what an
+    attention learns besides (lambda, alpha) are left.
+    """
+    matrices = {m.weight for m in network.modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            groups[parameter in matrices].append(parameter)
+    return torch.optim.AdamW(
+        [
+            {"params": groups[True], "weight_decay": config.weight_decay},
+            {"params": groups[False], "weight_decay": 0.0},
+        ],
+        lr=config.lr, betas=config.betas, fused=True,
+    )  # fmt: skip
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:

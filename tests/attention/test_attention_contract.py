@@ -92,6 +92,15 @@ def test_the_module_is_the_same_function_in_train_and_eval_mode(name):
 
 
 @EVERY
+def test_it_is_captured_as_one_graph_without_breaks(name):
+    torch._dynamo.reset()
+    attention, x = build(name), tokens(2, (3, 5)).requires_grad_()
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, (3, 5)), attention(x, (3, 5)))
+    compiled(x, (3, 5)).sum().backward()
+
+
+@EVERY
 def test_projections_have_the_names_and_shapes_of_a_softmax_checkpoint(name):
     weights = build("softmax").state_dict()
     assert {key: tuple(value.shape) for key, value in weights.items()} == {

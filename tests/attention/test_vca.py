@@ -3,7 +3,9 @@ import math
 import pytest
 import torch
 from golden_values import metadata, section
+from naive_attention import OnGrid, assert_same_function, by_heads, join, products, randn, random_parameters, softmax
 
+from dit_vca.attention import VCA_ROWS
 from dit_vca.attention.vca import (
     VisualContrastAttention,
     lambda_init,
@@ -131,6 +133,91 @@ def test_the_module_gives_the_recorded_heads_to_its_output_projection(name, dept
     torch.testing.assert_close(attention(tokens, tuple(case["grid"])), expected, rtol=0, atol=1e-12)
 
 
+ABLATIONS = {  # recorded name: row, and whether the convolution was recorded too
+    "ours_vani": "vca-ours-vani", "vani_ours": "vca-vani-ours", "diff_diff": "vca-diff-diff", "emb_emb": "vca-emb-emb",
+    "pool_poolemb": "vca-pool-poolemb", "poolemb_pool": "vca-poolemb-pool",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recorded", ABLATIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_the_rows_of_tables_3_and_4_give_the_recorded_heads(name, recorded):
+    case, r = CASES[name], section("attention", f"{name}.")
+    width = case["heads"] * case["head_dim"]
+    depthwise = 3 if f"{recorded}.heads_plus_dwc" in r else 0
+    attention = VisualContrastAttention(
+        width,
+        case["heads"],
+        layer=case["layer"],
+        pool=case["contrast_grid"][0],
+        depthwise=depthwise,
+        **VCA_ROWS[ABLATIONS[recorded]],
+    ).double()
+    attention.qkv = attention.proj = torch.nn.Identity()
+    state = {key: r[key] for key in ("lambda1", "lambda2", "rms1", "rms2")}
+    state |= {
+        "embedding_pos": r["emb_pos"],
+        "embedding_neg": r["emb_neg"],
+        "dwc.weight": r["dwc_weight"][:, None],
+        "dwc.bias": r["dwc_bias"],
+    }
+    attention.load_state_dict({key: state[key] for key in attention.state_dict()})
+    tokens = torch.cat([r[key].transpose(1, 2).flatten(2) for key in ("q", "k", "v")], dim=-1)
+    expected = r[f"{recorded}.heads_plus_dwc" if depthwise else f"{recorded}.heads"]
+    torch.testing.assert_close(attention(tokens, tuple(case["grid"])), expected, rtol=0, atol=1e-12)
+
+
+COMBINATIONS = [("vca", "vca"), ("vca", "vanilla"), ("vanilla", "vca"), ("vanilla", "vanilla"), ("vanilla", "differential"),
+                ("differential", "vanilla"), ("differential", "differential")]  # fmt: skip
+
+
+@pytest.mark.parametrize("stages", COMBINATIONS, ids="/".join)
+def test_every_pair_of_stages_has_the_gradients_of_its_equations_and_none_for_what_it_does_not_use(stages):
+    attention = VisualContrastAttention(12, 3, layer=2, pool=2, depthwise=0, stage1=stages[0], stage2=stages[1])
+    frozen = {n for n, p in attention.named_parameters() if not p.requires_grad}
+    random_parameters(attention)
+    initial = lambda_init(2)
+
+    def naive(x):
+        q, k, v = by_heads(attention.qkv, x, 3, 3)
+        t = q.reshape(2, 3, 2, 2, 2, 3, 4).mean((3, 5)).reshape(2, 3, 4, 4)  # a grid of 4 x 6, contrast grid 2 x 2
+
+        def norm(y, gain):
+            return (1 - initial) * y / torch.sqrt((y**2).mean(-1, keepdim=True) + 1e-5) * gain
+
+        def read(stage, queries, keys, values, rows, gain, contrast_is_query):
+            lam = torch.exp(rows[0] @ rows[1]) - torch.exp(rows[2] @ rows[3]) + initial
+            if stage == "vanilla":
+                return softmax(products(queries, keys)) @ values
+            if stage == "differential":
+                maps = [softmax(products(queries[..., s], keys[..., s])) for s in (slice(2), slice(2, 4))]
+            else:
+                embeddings = (attention.embedding_pos, attention.embedding_neg)
+                pairs = [(queries + e, keys) if contrast_is_query else (queries, keys + e) for e in embeddings]
+                maps = [softmax(products(*pair)) for pair in pairs]
+            return norm((maps[0] - lam * maps[1]) @ values, gain)
+
+        contrast = read(stages[0], t, k, v, attention.lambda1, attention.rms1, True)
+        return join(read(stages[1], q, t, contrast, attention.lambda2, attention.rms2, False), attention)
+
+    assert_same_function(OnGrid(attention, (4, 6)), naive, randn(2, 24, 12))
+    expected = {f"{kind}{n + 1}" for n, stage in enumerate(stages) if stage == "vanilla" for kind in ("lambda", "rms")}
+    assert frozen == expected
+    assert (attention.embedding_pos is not None) == ("vca" in stages)
+
+
+@pytest.mark.parametrize("stages", [("vca", "differential"), ("differential", "vca")], ids="/".join)
+def test_vca_and_differential_do_not_go_together(stages):
+    with pytest.raises(ValueError, match="vca and differential do not go together"):
+        VisualContrastAttention(12, 3, stage1=stages[0], stage2=stages[1])
+
+
+@pytest.mark.parametrize(("option", "allowed"), [("stage1", "vca, vanilla, differential"), ("positive", "pool, emb, pool.emb")])
+def test_an_unknown_stage_or_stream_is_refused(option, allowed):
+    with pytest.raises(ValueError, match=f"{option} must be one of {allowed}, got 'other'"):
+        VisualContrastAttention(12, 3, **{option: "other"})
+
+
 def test_a_contrast_grid_twice_as_fine_as_the_tokens_repeats_each_of_them_four_times():
     q = torch.randn(1, 1, 16, 3, generator=torch.Generator().manual_seed(0))
     pooled = pool_queries(q, (4, 4), (8, 8)).unflatten(2, (8, 8))
@@ -145,26 +232,11 @@ def test_prefix_tokens_are_not_pooled():
     assert torch.equal(pool_queries(q, (3, 5), (2, 2)), pool_queries(q[:, :, 1:], (3, 5), (2, 2)))
 
 
-def test_lambda_init_grows_with_the_layer_from_one_fifth_to_four_fifths():
-    assert lambda_init(0) == pytest.approx(0.2)
-    assert lambda_init(11) == pytest.approx(0.8 - 0.6 * math.exp(-3.3))
-    assert lambda_init(1000) == pytest.approx(0.8)
-
-
 def test_the_output_rms_of_each_head_is_one_minus_lambda_init():
     attention = VisualContrastAttention(64, 2, layer=3, pool=2, embedding_std=1.0)
     q, k, v = torch.randn(3, 1, 2, 12, 32, generator=torch.Generator().manual_seed(0))
     rms = attention.mix(q, k, v, (3, 4)).pow(2).mean(-1).sqrt()
     torch.testing.assert_close(rms, torch.full_like(rms, 1 - lambda_init(3)), rtol=1e-2, atol=0)
-
-
-def test_lambda_is_computed_in_float32_under_autocast_and_in_float64_for_float64():
-    vectors = torch.full((4, 8), 0.3)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        value = learned_lambda(vectors, 0.2)
-    assert value.dtype == torch.float32 and torch.equal(value, learned_lambda(vectors, 0.2))
-    assert learned_lambda(vectors.bfloat16(), 0.2).dtype == torch.float32
-    assert learned_lambda(vectors.double(), 0.2).dtype == torch.float64
 
 
 def test_parameters_start_with_the_documented_spreads():
