@@ -1,7 +1,7 @@
 """Visual-Contrast Attention (VCA): two streams of pooled contrast tokens, linear in the number of tokens.
 
 Equation numbers are those of the VCA paper. Where it leaves a detail open, the choice here is the one that reproduces
-the parameter and operation counts of its Tables 1 to 4; docs/attention.md lists them.
+the parameter and operation counts of its Tables 1 to 4; docs/attention/vca.md lists them.
 """
 
 import math

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from ..data.encode import encode
 from ..data.prepare import open_source
-from ..files import available_cores
+from ..processes import start_processes
 from .cli import make_parser, parse
 
 
@@ -38,7 +36,7 @@ def build_parser():
 def main(argv: Sequence[str] | None = None) -> None:
     """Encode a folder of images, or a named data set, to a folder of shards; a killed run is continued."""
     arguments = parse(build_parser(), argv)
-    device = pick_device(arguments.device)
+    device = start_processes(arguments.device).device
     source, codec = open_source(arguments.images, arguments.image_size, arguments.vae, device)
     manifest = encode(source, codec, Path(arguments.shards), flip=arguments.flip, skip_bad=arguments.skip_bad)
     classes = f"{len(manifest.class_names)} classes" if manifest.class_names else "no classes"
@@ -47,19 +45,3 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(
         f"{arguments.shards}: {manifest.num_images} images, {classes}, {latent.channels}x{latent.size}x{latent.size} latents{left_out}"
     )
-
-
-def pick_device(name: str) -> torch.device:
-    """A device by name; auto is CUDA, else MPS, else the CPU with all its cores."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(
-            f"device {name!r} cannot be used here ({str(error).splitlines()[0]}); use auto, cpu, cuda or mps"
-        ) from error
-    if device.type == "cpu":
-        torch.set_num_threads(available_cores())
-    return device

@@ -5,7 +5,6 @@ from pathlib import Path
 
 from ..data.images import NAMED, open_images
 from .cli import make_parser, parse
-from .encode import pick_device
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -25,9 +24,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise ValueError(f"{folder} exists already: choose another folder, or remove it")
     if arguments.steps < 1:
         raise ValueError(f"--steps must be at least 1, got {arguments.steps}")
+    from ..processes import start_processes
     from ..training.autoencoder import reconstruction_psnr, save_autoencoder, train_autoencoder
 
-    pick_device("cpu")
+    start_processes("cpu")
     source = open_images(arguments.images, arguments.image_size)
     if source.image_size % 2:
         raise ValueError(f"--image-size must be even, for latents of half the side, got {source.image_size}")
