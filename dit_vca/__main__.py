@@ -9,6 +9,8 @@ VERBS = {
     "sample": ("sample", "main", "sample images to an npz (= sample.py)"),
     "score": ("score", "main", "score images against a reference (= eval_fid.py)"),
     "sweep": ("sweep", "main", "sample and score a grid of settings"),
+    "complexity": ("complexity", "main", "parameters and operations of the paper's rows and of presets"),
+    "diagnose": ("diagnose", "main", "look inside a model's attentions, layer by layer"),
     "encode": ("encode", "main", "images to latent shards"),
     "train-vae": ("train_vae", "main", "train a small autoencoder for small images"),
     "demo": ("demo", "main", "encode, train, sample and score the embedded images"),

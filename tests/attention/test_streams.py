@@ -11,7 +11,7 @@ from dit_vca.backbones.dit import DiT
 
 DIM, HEADS, GRID = 16, 2, (4, 3)
 TWO_STREAMS = ("differential", "dna", "dna_q", "dna_v", "dna_hat", "dna_pm")
-CONTRAST = {"vca": {}, **{name: options for name, options in VCA_ROWS.items()}}
+CONTRAST = {"vca": {}, **VCA_ROWS}
 
 
 def build(name: str, **options):
@@ -19,7 +19,7 @@ def build(name: str, **options):
     attention = build_attention(name, DIM, HEADS, layer=1, depth=3, num_tokens=12, options=options).double()
     for parameter in attention.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    return attention
+    return attention.requires_grad_(False)
 
 
 def tokens(prefix: int = 0):
@@ -104,10 +104,8 @@ def output_from(attention, streams, v):
 
 
 @pytest.mark.parametrize("prefix", [0, 1])
-@pytest.mark.parametrize("name", [*TWO_STREAMS, *CONTRAST])
+@pytest.mark.parametrize("name", [*TWO_STREAMS, *(name for name in CONTRAST if name != "vca-ours-vani")])  # whose end is vanilla
 def test_the_difference_of_the_streams_is_what_the_module_computes(name, prefix):
-    if name in ("vca-ours-vani",):
-        pytest.skip("its last stage is vanilla")
     attention = build("vca", pool=2, **CONTRAST[name]) if name in CONTRAST else build(name)
     x = tokens(prefix)
     last = streams_of(attention, x, GRID)[-1]
