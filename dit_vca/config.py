@@ -34,6 +34,7 @@ class ModelConfig:
         num_heads: attention heads; must divide dim.
         mlp_ratio: hidden width of the MLP over dim.
         learn_sigma: twice the output channels (DDPM's learned variance; SiT's published weights).
+        time_freqs: the frequencies of the time embedding: 10000^(-k/128) in dit, 10000^(-k/127) in diffusers.
         attention: the kind of attention and its options.
         input_size: side of the latent; from the data.
         in_channels: channels of the latent; from the data.
@@ -47,6 +48,7 @@ class ModelConfig:
     num_heads: int = 6
     mlp_ratio: float = 4.0
     learn_sigma: bool = False
+    time_freqs: Literal["dit", "diffusers"] = "dit"
     attention: AttentionConfig = AttentionConfig()
     input_size: int | None = None
     in_channels: int | None = None
@@ -58,20 +60,28 @@ class ObjectiveConfig:
     """What is learned.
 
     Args:
-        path: linear (rectified flow) or ddpm (1000 discrete steps).
-        target: what the network predicts: v (the velocity), or eps (the noise; path ddpm only).
+        path: linear (rectified flow), gvp or vp (SiT's other paths), or ddpm (1000 discrete steps).
+        target: what the network predicts: v (the velocity), eps (the noise), x_0 (the data) or score.
         learn_variance: DDPM's hybrid loss with a learned-range variance; needs model.learn_sigma.
-        time_scale: factor on the time the network is fed, path linear; 1 is SiT's.
-        data_at_1: feed 1 - t and predict data minus noise, path linear: the direction of SiT's published weights.
-        time_law: how training times are drawn, path linear: uniform, or logit-normal (more of them in the middle).
+        time_scale: factor on the time the network is fed, continuous paths; 1 is SiT's.
+        data_at_1: feed 1 - t and predict the velocity that way, continuous paths: the direction of SiT's published weights.
+        time_law: how training times are drawn, continuous paths: uniform, or logit-normal (more of them in the middle).
+        time_shift: s moves training times and sampling grid to s t / (1 + (s - 1) t), continuous paths; above 1 for large images.
+        weighting: of the square error: none, velocity or likelihood (targets eps and score), min-snr (path ddpm).
+        min_snr_gamma: the cap of weighting min-snr.
+        direction: weight of the loss of direction, 1 less the cosine over channels; 0 leaves it out.
     """
 
-    path: Literal["linear", "ddpm"] = "linear"
-    target: Literal["v", "eps"] = "v"
+    path: Literal["linear", "gvp", "vp", "ddpm"] = "linear"
+    target: Literal["v", "eps", "x_0", "score"] = "v"
     learn_variance: bool = False
     time_scale: float = 1000.0
     data_at_1: bool = False
     time_law: Literal["uniform", "logit-normal"] = "uniform"
+    time_shift: float = 1.0
+    weighting: Literal["none", "velocity", "likelihood", "min-snr"] = "none"
+    min_snr_gamma: float = 5.0
+    direction: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -181,12 +191,21 @@ class SampleConfig:
     """How images are sampled, unless sample.py is told otherwise.
 
     Args:
-        sampler: a key of the sampler table: euler, heun, ddim, ancestral.
+        sampler: ancestral, ddim, dpmpp_2m or unipc (any path); euler, heun, midpoint, rk4, dopri5 (adaptive), euler_maruyama
+            or stochastic_heun (continuous paths).
         num_steps: steps of the sampler; path ddpm also takes a,b,c (sections) and ddimN.
         guidance: scale of classifier-free guidance; 1 is the conditional model alone.
         interval: times between which guidance acts, 0 = data and 1 = noise.
         guidance_channels: guide only the first channels (3 in DiT's and SiT's published numbers); null guides all.
+        guidance_rescale: 0 to 1, how far guidance keeps the deviation of the conditional output.
         eta: DDIM's noise, 0 to 1.
+        time_shift: of the grid, continuous paths; null is that of training.
+        diffusion: of the SDE samplers: sigma, SBDM, constant, linear, decreasing or increasing-decreasing.
+        diffusion_norm: factor on it.
+        last_step: of the SDE samplers, without noise: mean, tweedie or euler; or none, a step like the others.
+        last_step_size: its length in t.
+        rtol: relative tolerance of dopri5.
+        atol: absolute tolerance of dopri5.
     """
 
     sampler: str = "euler"
@@ -194,7 +213,15 @@ class SampleConfig:
     guidance: float = 1.0
     interval: tuple[float, float] = (0.0, 1.0)
     guidance_channels: int | None = None
+    guidance_rescale: float = 0.0
     eta: float = 0.0
+    time_shift: float | None = None
+    diffusion: str = "sigma"
+    diffusion_norm: float = 1.0
+    last_step: str = "mean"
+    last_step_size: float = 0.04
+    rtol: float = 1e-3
+    atol: float = 1e-6
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 A path says its coefficients, the law of the training times, what the network is fed for a time, and the sampling grid.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from samplers.posterior import posterior
 from samplers.types import Coefficients, Schedule
+
+TIME_LAWS = ("uniform", "logit-normal")
 
 
 class Interpolant(Protocol):
@@ -26,42 +29,107 @@ class Interpolant(Protocol):
     def model_time(self, t: Tensor) -> Tensor:
         """What the network is fed."""
 
-    def schedule(self, num_steps: int | str) -> Schedule:
-        """The sampling grid of num_steps steps."""
+    def schedule(
+        self, num_steps: int | str, *, start: float = 1.0, stop: float = 0.0, last_step: float = 0.0, shift: float | None = None
+    ) -> Schedule:
+        """The sampling grid of num_steps steps from t = start to t = stop."""
 
 
 @dataclass(frozen=True)
-class Linear:
-    """Rectified flow (Liu et al. 2023; SiT's Linear): alpha = 1 - t, sigma = t, so v = eps - x_0.
+class ContinuousPath:
+    """Base of the paths that are defined for all t; a subclass gives `coefficients`.
 
     `time_scale` multiplies what the network is fed; SiT feeds t itself (time_scale 1), which leaves most of the
     sinusoids of the time embedding nearly constant. `data_at_1` feeds 1 - t: the direction of SiT's published code.
     `time_law` of the training times: uniform, or logit-normal, t = sigmoid(z) with z ~ N(0, 1) (Esser et al. 2024,
-    Section 3.1), which spends more of the training where the velocity is hardest to tell.
+    Section 3.1), which spends more of the training where the velocity is hardest to tell. `time_shift` s moves them to
+    s t / (1 + (s - 1) t), more noise for s > 1 (their Section 5.3.2: larger images need more), and the sampling grid too.
     """
 
     time_scale: float = 1000.0
     data_at_1: bool = False
     time_law: str = "uniform"
+    time_shift: float = 1.0
 
     def __post_init__(self):
-        if self.time_law not in ("uniform", "logit-normal"):
+        if self.time_law not in TIME_LAWS:
             raise ValueError(f"objective.time_law must be uniform or logit-normal, got {self.time_law!r}")
+        check_shift(self.time_shift, "objective.time_shift")
+
+    def coefficients(self, t: Tensor) -> Coefficients:
+        raise NotImplementedError
+
+    def sample_t(self, u: Tensor) -> Tensor:
+        return shifted(u if self.time_law == "uniform" else torch.sigmoid(torch.special.ndtri(u)), self.time_shift)
+
+    def model_time(self, t: Tensor) -> Tensor:
+        return self.time_scale * (1 - t if self.data_at_1 else t)
+
+    def schedule(
+        self, num_steps: int | str, *, start: float = 1.0, stop: float = 0.0, last_step: float = 0.0, shift: float | None = None
+    ) -> Schedule:
+        """`last_step` is the length of the last of the steps, 0 for one as long as the others; `shift` replaces time_shift."""
+        num = _positive_count(num_steps)
+        before_last = stop + last_step
+        inner = num - 1 if last_step and num > 1 else num
+        t = torch.arange(inner, -1, -1, dtype=torch.float64) / inner  # linspace misses round times by a last bit
+        t = shifted(t, self.time_shift if shift is None else shift)
+        if (start, before_last) != (1.0, 0.0):
+            t = before_last + (start - before_last) * t
+        if inner < num:
+            t = torch.cat([t, torch.tensor([stop], dtype=torch.float64)])
+        elif last_step:  # a single step goes all the way
+            t[-1] = stop
+        return Schedule(t, self.coefficients(t))
+
+
+@dataclass(frozen=True)
+class Linear(ContinuousPath):
+    """Rectified flow (Liu et al. 2023; SiT's Linear): alpha = 1 - t, sigma = t, so v = eps - x_0."""
 
     def coefficients(self, t: Tensor) -> Coefficients:
         one = torch.ones_like(t)
         return Coefficients(1 - t, t, -one, one)
 
-    def sample_t(self, u: Tensor) -> Tensor:
-        return u if self.time_law == "uniform" else torch.sigmoid(torch.special.ndtri(u))
 
-    def model_time(self, t: Tensor) -> Tensor:
-        return self.time_scale * (1 - t if self.data_at_1 else t)
+@dataclass(frozen=True)
+class GVP(ContinuousPath):
+    """Generalised variance-preserving path (SiT, Ma et al. 2024): alpha = cos(pi t / 2), sigma = sin(pi t / 2)."""
 
-    def schedule(self, num_steps: int | str) -> Schedule:
-        num = _positive_count(num_steps)
-        t = torch.arange(num, -1, -1, dtype=torch.float64) / num  # linspace misses round times by a last bit
-        return Schedule(t, self.coefficients(t))
+    def coefficients(self, t: Tensor) -> Coefficients:
+        angle = t * (math.pi / 2)
+        alpha, sigma = torch.cos(angle), torch.sin(angle)
+        alpha = torch.where(t == 1, 0.0, alpha)  # cos(pi / 2) is 6e-17 in float64
+        return Coefficients(alpha, sigma, -math.pi / 2 * sigma, math.pi / 2 * alpha)
+
+
+@dataclass(frozen=True)
+class VP(ContinuousPath):
+    """The variance-preserving diffusion of Song et al. 2021 with SiT's constants, beta from 0.1 to 20.
+
+    log alpha = -t^2 (20 - 0.1) / 4 - 0.1 t / 2, sigma^2 = 1 - alpha^2. At t = 1 alpha is 0.0066; at t = 0 the derivative
+    of sigma is infinite.
+    """
+
+    BETA_MIN, BETA_MAX = 0.1, 20.0
+
+    def coefficients(self, t: Tensor) -> Coefficients:
+        slope = self.BETA_MAX - self.BETA_MIN
+        log_alpha = -(t**2) * slope / 4 - t * self.BETA_MIN / 2
+        d_log_alpha = -t * slope / 2 - self.BETA_MIN / 2
+        alpha, sigma = torch.exp(log_alpha), torch.sqrt(-torch.expm1(2 * log_alpha))
+        return Coefficients(alpha, sigma, alpha * d_log_alpha, -(alpha**2) * d_log_alpha / sigma)
+
+
+def shifted(t: Tensor, shift: float) -> Tensor:
+    """shift t / (1 + (shift - 1) t): times moved towards the noise for shift > 1; 0 and 1 stay."""
+    return t if shift == 1 else shift * t / (1 + (shift - 1) * t)
+
+
+def check_shift(shift: float, name: str) -> None:
+    """ValueError for a shift that is not a positive number."""
+    if not 0 < shift < math.inf:
+        raise ValueError(f"{name} must be a positive number, got {shift}")
 
 
 @dataclass(frozen=True)
@@ -101,7 +169,11 @@ class DiscreteVP:
         """The full chain's log posterior variance at index 1, which also stands in for index 0, where it is -inf."""
         return self._log_variance_at_index_1(torch.arange(self.num_timesteps))
 
-    def schedule(self, num_steps: int | str) -> Schedule:
+    def schedule(
+        self, num_steps: int | str, *, start: float = 1.0, stop: float = 0.0, last_step: float = 0.0, shift: float | None = None
+    ) -> Schedule:
+        if (start, stop, last_step) != (1.0, 0.0, 0.0) or shift not in (None, 1.0):
+            raise ValueError("path ddpm is a chain of given times: it has no other start, stop, last step or shift")
         kept = respaced_timesteps(num_steps, self.num_timesteps)
         t = torch.cat([(kept.flip(0) + 1).double() / self.num_timesteps, torch.zeros(1, dtype=torch.float64)])
         floor = self._log_variance_at_index_1(kept) if len(kept) > 1 else None
@@ -154,4 +226,4 @@ def _positive_count(num_steps: int | str) -> int:
     return int(num_steps)
 
 
-PATHS = {"linear": Linear, "ddpm": DiscreteVP}
+PATHS = {"linear": Linear, "gvp": GVP, "vp": VP, "ddpm": DiscreteVP}

@@ -5,35 +5,92 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from samplers.posterior import Posterior, interpolated_log_variance, posterior
-from samplers.types import Coefficients, Prediction, expand
+from samplers.types import Coefficients, Prediction, Schedule, expand
 
-from .interpolants import PATHS, DiscreteVP, Interpolant, Linear
+from .interpolants import PATHS, VP, ContinuousPath, DiscreteVP, Interpolant
+
+TARGETS = ("v", "eps", "x_0", "score")
+WEIGHTINGS = ("none", "velocity", "likelihood", "min-snr")
+TRAIN_CUT, TRAIN_CUT_VP, SAMPLE_CUT = 1e-3, 1e-5, 1e-3  # how near a singular end training and sampling go; SiT's
 
 
 @dataclass(frozen=True)
 class Objective:
-    """`target` is "v" or "eps". `learn_variance` adds DDPM's variational bound for the second half of the channels.
+    """A path and what the network predicts on it: the velocity, the noise, the data, or the score.
 
     The velocity v is the derivative of x_t along the path: eps - x_0 on path linear, alpha eps - sigma x_0 on path ddpm.
+    `learn_variance` adds DDPM's variational bound for the second half of the channels. `weighting` of the square error:
+    "velocity" and "likelihood" are SiT's (Ma et al. 2024, Section 2.3), of noise and score on a continuous path; "min-snr"
+    is of path ddpm (Hang et al. 2023) with the cap `min_snr_gamma`. `direction` weighs a further term, 1 less the cosine
+    of output and target over the channels (Yao et al. 2025, LightningDiT).
     """
 
     path: Interpolant
     target: str
     learn_variance: bool = False
+    weighting: str = "none"
+    min_snr_gamma: float = 5.0
+    direction: float = 0.0
 
     def __post_init__(self):
-        if self.target not in ("v", "eps"):
-            raise ValueError(f"objective.target must be v or eps, got {self.target!r}")
+        if self.target not in TARGETS:
+            raise ValueError(f"objective.target must be one of {', '.join(TARGETS)}, got {self.target!r}")
+        if self.weighting not in WEIGHTINGS:
+            raise ValueError(f"objective.weighting must be one of {', '.join(WEIGHTINGS)}, got {self.weighting!r}")
         discrete = isinstance(self.path, DiscreteVP)
-        if self.target == "eps" and not discrete:
-            raise ValueError("objective.target eps on path linear is singular at the data end: use target v")
         if self.learn_variance and not discrete:
             raise ValueError("objective.learn_variance is defined for path ddpm only")
+        if self.weighting == "min-snr" and not discrete:
+            raise ValueError("objective.weighting min-snr is of path ddpm; a continuous path has velocity and likelihood")
+        if self.weighting in ("velocity", "likelihood") and (discrete or self.target not in ("eps", "score")):
+            raise ValueError(
+                f"objective.weighting {self.weighting} is of targets eps and score on a continuous path: it makes them weigh "
+                f"times as another loss would; target {self.target} has none"
+            )
+        if self.min_snr_gamma <= 0 or self.direction < 0:
+            raise ValueError("objective.min_snr_gamma must be above 0 and objective.direction not below it")
+        if self.direction and self.target == "score":
+            raise ValueError("objective.direction is of targets v, eps and x_0; the score has the direction of the noise")
+
+    def sample_t(self, u: Tensor) -> Tensor:
+        """Training times from uniform draws u in [0, 1), kept off the ends at which target or weight are infinite."""
+        t = self.path.sample_t(u)
+        low, high = self._train_interval
+        return t if (low, high) == (0.0, 1.0) else low + (high - low) * t
+
+    @property
+    def _train_interval(self) -> tuple[float, float]:
+        if isinstance(self.path, VP):
+            return TRAIN_CUT_VP, 1.0
+        if isinstance(self.path, DiscreteVP) or self.target in ("v", "x_0"):
+            return 0.0, 1.0
+        return TRAIN_CUT, 1 - TRAIN_CUT
+
+    def schedule(
+        self, num_steps: int | str, *, follows_velocity: bool = False, from_cut: bool = False, to_cut: bool = False, last_step: float = 0.0,
+        shift: float | None = None,
+    ) -> Schedule:  # fmt: skip
+        """The sampling grid, from noise to data or to the cut before an end that cannot be had.
+
+        Noise and score give no x_0 where alpha is 0, so their grids start at 1 - 1e-3, and so do all with `from_cut`. A
+        sampler that `follows_velocity` stops at 1e-3 where the velocity is infinite at the data: on path vp, and for
+        target x_0; and so do all with `to_cut`.
+        """
+        if isinstance(self.path, DiscreteVP):
+            return self.path.schedule(num_steps, last_step=last_step, shift=shift)
+        reaches_zero = not isinstance(self.path, VP)
+        start = 1 - SAMPLE_CUT if reaches_zero and (from_cut or self.target in ("eps", "score")) else 1.0
+        stops = to_cut or (follows_velocity and (not reaches_zero or self.target == "x_0"))
+        stop = SAMPLE_CUT if stops else 0.0
+        return self.path.schedule(num_steps, start=start, stop=stop, last_step=last_step, shift=shift)
 
     def loss(self, model, x_0: Tensor, y: Tensor, *, t: Tensor, eps: Tensor) -> dict[str, Tensor]:
-        """Per-sample terms (B,) float32: "mse", and "vb" where the variance is learned; the training loss is their sum.
+        """Per-sample terms (B,) float32: "mse" (weighted), "vb" where the variance is learned, "direction" where it counts.
+
+        The training loss is their sum.
 
         x_0, eps (B, C, H, W) float32; y (B,) int64; t (B,) float64 in [0, 1], on the host or on the device.
         """
@@ -41,8 +98,16 @@ class Objective:
         alpha, sigma = (_columns(c, x_0) for c in now[:2])
         x_t = alpha * x_0 + sigma * eps
         output, fraction = self._run(model, x_t, t, y)
-        goal = eps if self.target == "eps" else _columns(now.d_alpha, x_0) * x_0 + _columns(now.d_sigma, x_0) * eps
-        terms = {"mse": _mean_per_sample((output - goal) ** 2)}
+        if self.target == "score":  # sigma times the error of the score is that of the noise
+            error = sigma * output + eps
+        else:
+            goal = self._goal(x_0, eps, now)
+            error = output - goal
+        terms = {"mse": _mean_per_sample(error**2)}
+        if self.weighting != "none":
+            terms["mse"] = self.weight(now).to(x_0.device, torch.float32, non_blocking=True) * terms["mse"]
+        if self.direction:
+            terms["direction"] = self.direction * _mean_per_sample(1 - cosine_similarity(output, goal, dim=1))
         if self.learn_variance:
             # The bound trains the variance alone: the mean is held fixed (Nichol and Dhariwal 2021, Section 3.1).
             x_0_hat = Prediction(output.detach(), self.target, x_t, now).x_0.to(x_t.dtype)
@@ -64,6 +129,20 @@ class Objective:
             None if fraction is None else (fraction.to(x_t.dtype) + 1) / 2,
         )
 
+    def weight(self, now: Coefficients) -> Tensor:
+        """The weight of the square error of the target, (B,) float64."""
+        if self.weighting == "min-snr":
+            snr = now.alpha**2 / now.sigma**2
+            capped = snr.clamp(max=self.min_snr_gamma)
+            return {"x_0": capped, "v": capped / (snr + 1)}.get(self.target, capped / snr)
+        half_diffusion = now.sigma * (now.d_sigma - now.sigma * now.d_alpha / now.alpha)  # SiT's drift_var
+        return (half_diffusion / now.sigma) ** 2 if self.weighting == "velocity" else half_diffusion / now.sigma**2
+
+    def _goal(self, x_0: Tensor, eps: Tensor, now: Coefficients) -> Tensor:
+        if self.target == "v":
+            return _columns(now.d_alpha, x_0) * x_0 + _columns(now.d_sigma, x_0) * eps
+        return eps if self.target == "eps" else x_0
+
     def _run(self, model, x_t: Tensor, t: Tensor, y: Tensor) -> tuple[Tensor, Tensor | None]:
         """The network's mouth: its time, its channels, its sign. Returns the target's prediction and raw variance channels.
 
@@ -73,8 +152,8 @@ class Objective:
         channels = x_t.shape[1]
         rest = output[:, channels:] if self.learn_variance else None
         output = output[:, :channels]
-        if isinstance(self.path, Linear) and self.path.data_at_1:  # the network's velocity is dx/d(1 - t)
-            output = -output
+        if self.target == "v" and isinstance(self.path, ContinuousPath) and self.path.data_at_1:
+            output = -output  # the network's velocity is dx/d(1 - t)
         return output, rest
 
     def _variational_bound(self, x_0_hat, raw_variance, x_t, x_0, t, now: Coefficients) -> Tensor:
@@ -96,16 +175,19 @@ class Objective:
 
 def build_objective(
     path: str, *, target: str, learn_variance: bool = False, time_scale: float = 1000.0, data_at_1: bool = False,
-    time_law: str = "uniform",
+    time_law: str = "uniform", time_shift: float = 1.0, weighting: str = "none", min_snr_gamma: float = 5.0,
+    direction: float = 0.0,
 ) -> Objective:  # fmt: skip
-    """An objective from the names in a config; the last three are options of path linear."""
+    """An objective from the names in a config; those that begin with time, and data_at_1, are of continuous paths."""
     if path not in PATHS:
         raise ValueError(f"objective.path must be one of {', '.join(PATHS)}, got {path!r}")
-    interpolant = Linear(time_scale, data_at_1, time_law) if path == "linear" else PATHS[path]()
-    objective = Objective(interpolant, target, learn_variance)
-    if path == "ddpm" and time_law != "uniform":
-        raise ValueError(f"objective.time_law {time_law} is an option of path linear; path ddpm draws its steps uniformly")
-    return objective
+    if path == "ddpm":
+        if time_law != "uniform" or time_shift != 1:
+            raise ValueError("objective.time_law and time_shift are of continuous paths; path ddpm draws its steps uniformly")
+        interpolant = DiscreteVP()
+    else:
+        interpolant = PATHS[path](time_scale, data_at_1, time_law, time_shift)
+    return Objective(interpolant, target, learn_variance, weighting, min_snr_gamma, direction)
 
 
 def _columns(coefficient: Tensor, like: Tensor) -> Tensor:

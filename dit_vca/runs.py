@@ -112,10 +112,17 @@ def checkpoint_problem(path: Path) -> str | None:
     return None
 
 
-def write_weights(path: Path, state_dict: dict[str, Tensor], config: Config, *, step: int, kind: str) -> None:
-    """A weight file that is a complete model: tensors, and the config in the header."""
+def write_weights(
+    path: Path, state_dict: dict[str, Tensor], config: Config, *, step: int, kind: str, source: str | None = None,
+    license: str | None = None,
+) -> None:  # fmt: skip
+    """A weight file that is a complete model: tensors, and the config in the header.
+
+    `source` and `license` are of weights that did not begin in this project, and of what was trained from them.
+    """
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state_dict.items()}
     header = {"format": WEIGHTS_FORMAT, "step": step, "kind": kind, "config": to_dict(config)}
+    header |= {name: text for name, text in (("source", source), ("license", license)) if text}
     save_file(tensors, path, metadata={HEADER_KEY: json.dumps(header)})  # one key: safetensors writes several in random order
 
 
@@ -128,6 +135,13 @@ class Weights:
     tensors: dict[str, Tensor]
     step: int
     kind: str
+    source: str | None = None
+    license: str | None = None
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """Source and licence, those that are known."""
+        return {name: text for name, text in (("source", self.source), ("license", self.license)) if text}
 
 
 def read_weights(path: Path) -> Weights:
@@ -144,7 +158,10 @@ def read_weights(path: Path) -> Weights:
         raise ValueError(
             f"{path} is damaged or no safetensors file ({error}): copy it again, or use another checkpoint"
         ) from error
-    return Weights(Path(path), from_dict(header["config"]), tensors, header["step"], header["kind"])
+    return Weights(
+        Path(path), from_dict(header["config"]), tensors, header["step"], header["kind"], header.get("source"),
+        header.get("license"),
+    )  # fmt: skip
 
 
 def find_weights(ref: str | Path, kind: str = "ema") -> Path:
@@ -178,7 +195,7 @@ def build_network(config: Config, *, seed: int | None = None) -> nn.Module:
             input_size=model.input_size, patch_size=model.patch_size, in_channels=model.in_channels,
             dim=model.dim, depth=model.depth, num_heads=model.num_heads, mlp_ratio=model.mlp_ratio,
             num_classes=model.num_classes, learn_sigma=model.learn_sigma,
-            attention=model.attention.name, attention_options=model.attention.options,
+            time_freqs=model.time_freqs, attention=model.attention.name, attention_options=model.attention.options,
         )  # fmt: skip
 
 
@@ -187,7 +204,8 @@ def objective_of(config: Config) -> Objective:
     o = config.objective
     return build_objective(
         o.path, target=o.target, learn_variance=o.learn_variance, time_scale=o.time_scale, data_at_1=o.data_at_1,
-        time_law=o.time_law,
+        time_law=o.time_law, time_shift=o.time_shift, weighting=o.weighting, min_snr_gamma=o.min_snr_gamma,
+        direction=o.direction,
     )  # fmt: skip
 
 

@@ -18,12 +18,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from samplers import SAMPLERS, guided
+from samplers import FOLLOW_VELOCITY, SAMPLERS, SDE, Schedule, autoguided, guided
 from samplers.noise import ImageNoise, keyed_generator
+from samplers.sde import DIFFUSIONS, LAST_STEPS
 
 from .config import LatentConfig, SampleConfig, to_dict
 from .data.archive import ImageArchive, sidecar
 from .files import sha256_of_file, write_text
+from .interpolants import DiscreteVP, check_shift
 from .objectives import Objective
 from .processes import start_processes
 from .progress import progress
@@ -31,6 +33,14 @@ from .runs import RunFolder, Weights, open_model
 from .vae import Codec, codec_of
 
 DEFAULT_TILE = 64
+OPTIONS_OF = {  # fields of SampleConfig that only some samplers have
+    "eta": ("ddim",), "rtol": ("dopri5",), "atol": ("dopri5",), "diffusion": SDE, "diffusion_norm": SDE, "last_step": SDE,
+    "last_step_size": SDE,
+}  # fmt: skip
+BOUNDS = {
+    "eta": (0, 1), "guidance_rescale": (0, 1), "last_step_size": (1e-4, 0.5), "rtol": (1e-12, 1), "atol": (1e-12, 1),
+    "diffusion_norm": (0, 100),
+}  # fmt: skip
 OVERLAPPING = {"cuda", "xpu"}  # device types whose work goes on while the host waits for something else
 
 
@@ -38,20 +48,40 @@ def check_sampling(config: SampleConfig, objective: Objective, num_classes: int)
     """ValueError if these settings cannot be used with this model."""
     if config.sampler not in SAMPLERS:
         raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {config.sampler!r}")
-    if not objective.path.schedule(1).continuous and config.sampler in ("euler", "heun"):
-        raise ValueError(f"sampler {config.sampler} follows a velocity, which path ddpm does not have; use ancestral or ddim")
+    if isinstance(objective.path, DiscreteVP) and config.sampler in FOLLOW_VELOCITY:
+        raise ValueError(
+            f"sampler {config.sampler} follows a velocity, which path ddpm does not have; use ancestral, ddim, dpmpp_2m or unipc"
+        )
     if config.guidance != 1 and not num_classes:
         raise ValueError(
             f"guidance {config.guidance} needs a conditional model; this one was trained without classes: use --guidance 1"
         )
-    if not 0 <= config.eta <= 1:
-        raise ValueError(f"eta must be from 0 to 1, got {config.eta}")
-    if config.eta and config.sampler != "ddim":
-        raise ValueError(f"eta is an option of sampler ddim, not of {config.sampler}")
+    for name, (low, high) in BOUNDS.items():
+        if not low <= getattr(config, name) <= high:
+            raise ValueError(f"{name} must be from {low} to {high}, got {getattr(config, name)}")
+    for name, samplers in OPTIONS_OF.items():
+        if getattr(config, name) != getattr(SampleConfig, name) and config.sampler not in samplers:
+            raise ValueError(f"{name} is an option of sampler {' and '.join(samplers)}, not of {config.sampler}")
+    for name, allowed in (("diffusion", DIFFUSIONS), ("last_step", LAST_STEPS)):
+        if getattr(config, name) not in allowed:
+            raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(config, name)!r}")
     low, high = config.interval
     if not 0 <= low <= high <= 1:
         raise ValueError(f"interval must satisfy 0 <= low <= high <= 1, got {list(config.interval)}")
-    objective.path.schedule(config.num_steps)
+    if config.time_shift is not None:
+        check_shift(config.time_shift, "time_shift")
+    sampling_schedule(config, objective)
+
+
+def sampling_schedule(config: SampleConfig, objective: Objective) -> Schedule:
+    """The grid that these settings walk down."""
+    has_last_step = config.sampler in SDE and config.last_step != "none"
+    return objective.schedule(
+        config.num_steps, follows_velocity=config.sampler in FOLLOW_VELOCITY, shift=config.time_shift,
+        from_cut=config.sampler in SDE and config.diffusion == "SBDM",
+        to_cut=config.sampler in SDE and config.diffusion == "constant" and config.last_step == "none",
+        last_step=config.last_step_size if has_last_step else 0.0,
+    )  # fmt: skip
 
 
 def balanced_labels(num: int, num_classes: int) -> Tensor:
@@ -64,41 +94,51 @@ def random_labels(num: int, num_classes: int, seed: int) -> Tensor:
     return torch.tensor([int(keyed_generator(seed, "image_label", i).integers(max(num_classes, 1))) for i in range(num)])
 
 
-def sample_latents(network: nn.Module, objective: Objective, config: SampleConfig, labels: Tensor, noise: ImageNoise) -> Tensor:
-    """Latents (B, C, h, w) of one tile; the network is on the device, the noise comes from the host."""
+def sample_latents(
+    network: nn.Module, objective: Objective, config: SampleConfig, labels: Tensor, noise: ImageNoise,
+    guide: nn.Module | None = None,
+) -> Tensor:  # fmt: skip
+    """Latents (B, C, h, w) of one tile; the networks are on the device, the noise comes from the host.
+
+    With a `guide` the model is guided by that worse version of it, instead of by its own answer without a class.
+    """
     device = next(network.parameters()).device
     y = labels.to(device)
 
     def denoise_y(x, t, y):
         return objective.predict(network, x, t, y)
 
-    if config.guidance == 1 or network.null_class is None:
+    def denoise(x, t):
+        return denoise_y(x, t, y)
 
-        def denoise(x, t):
-            return denoise_y(x, t, y)
+    if guide is not None:
 
-    else:
+        def denoise_worse(x, t):
+            return objective.predict(guide, x, t, y)
+
+        denoise = autoguided(denoise, denoise_worse, scale=config.guidance, interval=config.interval)
+    elif config.guidance != 1 and network.null_class is not None:
         denoise = guided(
             denoise_y, y, null=network.null_class, scale=config.guidance, interval=config.interval,
-            channels=config.guidance_channels,
+            channels=config.guidance_channels, rescale=config.guidance_rescale,
         )  # fmt: skip
     sampler = SAMPLERS[config.sampler]
     accepted = inspect.signature(sampler).parameters
-    options = {"randn_like": noise.randn_like, "eta": config.eta}
+    options = {"randn_like": noise.randn_like} | {name: getattr(config, name) for name in OPTIONS_OF}
     options = {name: value for name, value in options.items() if name in accepted}
-    return sampler(denoise, noise.initial().to(device), objective.path.schedule(config.num_steps), **options)
+    return sampler(denoise, noise.initial().to(device), sampling_schedule(config, objective), **options)
 
 
 @torch.inference_mode()
 def tile_latents(
     network: nn.Module, objective: Objective, latent: LatentConfig, config: SampleConfig, *,
-    indices: Sequence[int], labels: Tensor, seed: int, tile: int,
+    indices: Sequence[int], labels: Tensor, seed: int, tile: int, guide: nn.Module | None = None,
 ) -> Tensor:  # fmt: skip
     """Latents (tile, C, h, w) float32 of at most `tile` indices; the rows beyond them are padding."""
     padded = [*indices, *([indices[-1]] * (tile - len(indices)))]
     padded_labels = torch.cat([labels, labels[-1:].expand(tile - len(indices))])
     noise = ImageNoise(seed, padded, (latent.channels, latent.size, latent.size))
-    return sample_latents(network, objective, config, padded_labels, noise).float()
+    return sample_latents(network, objective, config, padded_labels, noise, guide).float()
 
 
 def generate(
@@ -152,11 +192,11 @@ def labels_from(text: str, num: int, class_names: Sequence[str], seed: int) -> T
 def sample_to_folder(
     ref: str | Path, *, num: int, labels: str = "balanced", seed: int = 0, weights: str = "ema",
     tile: int = DEFAULT_TILE, batch: int = DEFAULT_TILE, out: str | None = None, vae: str | None = None,
-    device: str = "auto", settings: dict[str, Any] | None = None,
+    device: str = "auto", settings: dict[str, Any] | None = None, guide: str | Path | None = None,
 ) -> Path:  # fmt: skip
     """Sample `num` images to images.npz, images.json and grid.png in a folder, and return the folder.
 
-    `settings` replaces fields of the model's own SampleConfig. The tiles are shared among the processes there are; a
+    `settings` replaces fields of the model's own SampleConfig; `guide` is a worse model for autoguidance. The tiles are shared among the processes there are; a
     killed call is continued by an equal one.
     """
     for name, count in (("num", num), ("tile", tile), ("batch", batch)):
@@ -173,6 +213,10 @@ def sample_to_folder(
     latent = found.config.data.latent
     codec = codec_of(latent, state.device, vae=vae)
     record = _provenance(found, config, num=num, labels=labels, seed=seed, tile=tile, device=state.device)
+    guide_network = None
+    if guide is not None:
+        guide_network, record["guide"] = _open_guide(guide, found, config, objective)
+        guide_network.to(state.device)
     folder = Path(out) if out else _default_folder(ref, found, config, record)
     archive = ImageArchive(
         folder / "images.npz", num=num, size=latent.image_size, labels=y.numpy() if class_names else None,
@@ -189,7 +233,7 @@ def sample_to_folder(
     state.wait_for_everyone()  # all share out the same tiles before the first of them adds to the journal
     started = time.perf_counter()
     network.to(state.device)
-    calls = _fill(archive, done, network, objective, codec, config, y, seed, tile, batch, state)
+    calls = _fill(archive, done, network, objective, codec, config, y, seed, tile, batch, state, guide_network)
     state.wait_for_everyone()
     if state.is_main_process:
         missing = set(range(0, num, tile)) - archive.finished_tiles()
@@ -207,7 +251,20 @@ def sample_to_folder(
     return folder
 
 
-def _fill(archive, done, network, objective, codec, config, y, seed, tile, batch, state) -> int:
+def _open_guide(ref: str | Path, found: Weights, config: SampleConfig, objective: Objective) -> tuple[nn.Module, dict[str, Any]]:
+    """The guide and its record; ValueError if it does not speak of the same latents and classes in the same terms."""
+    if config.guidance_channels is not None or config.guidance_rescale:
+        raise ValueError("guidance_channels and guidance_rescale are of guidance by the null class, not of --guide")
+    network, its_objective, its = open_model(ref)
+    same = ("latent", "class_names")
+    if its_objective != objective or any(getattr(its.config.data, n) != getattr(found.config.data, n) for n in same):
+        raise ValueError(
+            f"the guide {its.path} was trained with another objective, other latents or other classes than the model"
+        )
+    return network, {"sha256": sha256_of_file(its.path), "step": its.step, "kind": its.kind}
+
+
+def _fill(archive, done, network, objective, codec, config, y, seed, tile, batch, state, guide=None) -> int:
     """Compute this process's share of the tiles that are not `done`. Returns the network calls an image takes.
 
     `batch` images, rounded up to tiles, are computed between two writes to disk. On an accelerator they are decoded and
@@ -233,12 +290,12 @@ def _fill(archive, done, network, objective, codec, config, y, seed, tile, batch
                 indices = range(start, min(start + tile, archive.num))
                 latents[start] = tile_latents(
                     counted, objective, codec.latent, config,
-                    indices=indices, labels=y[start : start + tile], seed=seed, tile=tile,
+                    indices=indices, labels=y[start : start + tile], seed=seed, tile=tile, guide=guide,
                 )  # fmt: skip
                 tiles += 1
             behind(decode_and_write, latents)
     if not waiting:  # a call that was killed at its very end: one tile is computed to count
-        tile_latents(counted, objective, codec.latent, config, indices=[0], labels=y[:1], seed=seed, tile=tile)
+        tile_latents(counted, objective, codec.latent, config, indices=[0], labels=y[:1], seed=seed, tile=tile, guide=guide)
         tiles = 1
     return counted.calls // max(tiles, 1)
 
@@ -297,7 +354,7 @@ def _provenance(found: Weights, config: SampleConfig, *, num, labels, seed, tile
 
     return {
         "num": num, "labels": labels, "seed": seed, "tile": tile, "sample": json.loads(json.dumps(asdict(config))),
-        "weights": {"sha256": sha256_of_file(found.path), "step": found.step, "kind": found.kind},
+        "weights": {"sha256": sha256_of_file(found.path), "step": found.step, "kind": found.kind, **found.origin},
         "config": to_dict(found.config), "device": device.type,
         "versions": {"dit-vca": __version__, "torch": torch.__version__, "numpy": np.__version__},
     }  # fmt: skip

@@ -5,14 +5,22 @@ This package knows no network and imports nothing of dit_vca; it can be used alo
 
 from .ancestral import ancestral
 from .ddim import ddim
-from .guidance import guided
+from .guidance import autoguided, guided
+from .multistep import dpmpp_2m, unipc
 from .noise import ImageNoise
-from .ode import euler, heun
+from .ode import dopri5, euler, heun, midpoint, rk4
+from .sde import euler_maruyama, stochastic_heun
 from .types import Coefficients, Denoiser, Prediction, Schedule
 
-SAMPLERS = {"ancestral": ancestral, "ddim": ddim, "euler": euler, "heun": heun}
+SAMPLERS = {
+    "ancestral": ancestral, "ddim": ddim, "dpmpp_2m": dpmpp_2m, "unipc": unipc, "euler": euler, "heun": heun,
+    "midpoint": midpoint, "rk4": rk4, "dopri5": dopri5, "euler_maruyama": euler_maruyama, "stochastic_heun": stochastic_heun,
+}  # fmt: skip
+SDE = ("euler_maruyama", "stochastic_heun")
+FOLLOW_VELOCITY = ("euler", "heun", "midpoint", "rk4", "dopri5", *SDE)  # solvers of dx/dt, for continuous paths
 
 __all__ = [
-    "SAMPLERS", "Coefficients", "Denoiser", "ImageNoise", "Prediction", "Schedule",
-    "ancestral", "ddim", "euler", "guided", "heun",
+    "FOLLOW_VELOCITY", "SAMPLERS", "SDE", "Coefficients", "Denoiser", "ImageNoise", "Prediction", "Schedule",
+    "ancestral", "autoguided", "ddim", "dopri5", "dpmpp_2m", "euler", "euler_maruyama", "guided", "heun", "midpoint", "rk4",
+    "stochastic_heun", "unipc",
 ]  # fmt: skip

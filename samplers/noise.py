@@ -13,6 +13,7 @@ from torch import Tensor
 PURPOSES = {
     "order": 1, "flip": 2, "latent": 3, "t": 4, "eps": 5, "label_drop": 6,
     "image_noise": 7, "image_label": 8, "preview": 9, "init": 10, "reference": 11, "score_order": 12,
+    "probe": 13, "dequantization": 14,
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ class Coefficients(NamedTuple):
 class Schedule:
     """N steps from noise to data: times and path coefficients at N + 1 grid points, float64 on the host.
 
-    t[0] is the noisiest time and t[N] = 0. `len()` is N, the number of network calls of a first-order sampler.
+    t[0] is the noisiest time and t[N] is 0, or a cut before it. `len()` is N, the number of network calls of a first-order sampler.
     `min_log_variance` bounds the log of the posterior variance from below where that variance is zero (the last step
     of a discrete chain); None means no bound is defined. `continuous` says that v = dx_t/dt, which ODE solvers need.
     """
@@ -69,7 +69,7 @@ def state_dtype(like: Tensor) -> torch.dtype:
 class Prediction:
     """What a network says of x_t: its own parameterisation, the others on demand.
 
-    `value` is (B, C, H, W) and means what `target` says: "eps", "v" or "x_0". `variance_fraction` is DDPM's learned
+    `value` is (B, C, H, W) and means what `target` says: "eps", "v", "x_0" or "score". `variance_fraction` is DDPM's learned
     interpolation between the log of the posterior variance (0) and of beta (1), Nichol and Dhariwal 2021, Eq. 15;
     it is not clamped, and None where no variance is learned.
     """
@@ -87,8 +87,8 @@ class Prediction:
         alpha, sigma, d_alpha, d_sigma = self._coefficients()
         if self.target == "v":  # two equations, x_t = a x_0 + s eps and v = a' x_0 + s' eps; singular if a s' = a' s
             return (d_sigma * self.x_t - sigma * self.value) / (alpha * d_sigma - d_alpha * sigma)
-        self._refuse_singular("alpha", "x_0 from eps")
-        return (self.x_t - sigma * self.value) / alpha
+        self._refuse_singular("alpha", f"x_0 from {self.target}")
+        return (self.x_t - sigma * self.eps) / alpha
 
     @property
     def eps(self) -> Tensor:
@@ -97,6 +97,8 @@ class Prediction:
         alpha, sigma, d_alpha, d_sigma = self._coefficients()
         if self.target == "v":
             return (alpha * self.value - d_alpha * self.x_t) / (alpha * d_sigma - d_alpha * sigma)
+        if self.target == "score":
+            return -sigma * self.value
         self._refuse_singular("sigma", "eps from x_0")
         return (self.x_t - alpha * self.value) / sigma
 
@@ -110,6 +112,8 @@ class Prediction:
     @property
     def score(self) -> Tensor:
         """The gradient of log p_t at x_t: -eps / sigma."""
+        if self.target == "score":
+            return self.value
         self._refuse_singular("sigma", "the score")
         return -self.eps / expand(self.coefficients.sigma, self.x_t)
 

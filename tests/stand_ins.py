@@ -15,8 +15,11 @@ def ddpm_stand_in(x: Tensor, t: Tensor) -> Prediction:
     return Prediction(eps, "eps", x, DDPM.coefficients(t), (torch.sin(2 * x) + 1) / 2)
 
 
-def flow_stand_in(x: Tensor, t: Tensor) -> Prediction:
-    """v = -x (1 - t) + 0.5 sin(3 t + x), recorded with t = 0 noise and t = 1 data: here time and velocity are reversed."""
+def flow_stand_in(x: Tensor, t: Tensor, path=LINEAR, target: str = "v") -> Prediction:
+    """-x (1 - t) + 0.5 sin(3 t + x), recorded with t = 0 noise and t = 1 data: here time and velocity are reversed.
+
+    It is read as the velocity, as the noise or as the score.
+    """
     t_recorded = (1 - t).view(-1, 1, 1, 1)
-    velocity = -x * (1 - t_recorded) + 0.5 * torch.sin(3 * t_recorded + x)
-    return Prediction(-velocity, "v", x, LINEAR.coefficients(t))
+    output = -x * (1 - t_recorded) + 0.5 * torch.sin(3 * t_recorded + x)
+    return Prediction(-output if target == "v" else output, target, x, path.coefficients(t))

@@ -11,27 +11,23 @@ from PIL import Image
 
 from dit_vca.attention.streams import Stream, Streams
 from dit_vca.data.latents import LatentShards
-from dit_vca.diagnostics import (
+from dit_vca.diagnostics import diagnose
+from dit_vca.diagnostics.figures import (
     Intruders,
-    Request,
     branch_cosine,
-    diagnose,
     drift,
-    grid_maps,
     head_redundancy,
     highest_mean,
     intruder_dimensions,
-    lattice,
-    measure,
     null_of_streams,
     null_of_tokens,
     principal_angles,
-    report_of,
     row_entropy,
     stream_figures,
     token_separation,
     value_similarity,
 )
+from dit_vca.diagnostics.measure import Request, grid_maps, lattice, measure, report_of
 from dit_vca.runs import open_model
 
 

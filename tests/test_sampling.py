@@ -16,7 +16,7 @@ from PIL import Image
 import dit_vca as product
 from dit_vca import sampling
 from dit_vca.data.archive import ImageArchive, read_images
-from dit_vca.runs import open_model
+from dit_vca.runs import RunFolder, open_model
 from dit_vca.sampling import balanced_labels, generate, image_grid, labels_from, random_labels, sample_to_folder
 from dit_vca.training import train
 from dit_vca.vae import open_codec
@@ -266,3 +266,66 @@ def test_seventy_thousand_images_need_no_memory_for_the_archive(tmp_path):
 def test_sampling_needs_no_accelerator_flag_and_prints_the_archive(tmp_path, run):
     result = dit_vca("sample", "--ckpt", run, "--num", "2", "--tile", "2", "--out", "out", cwd=tmp_path)
     assert result.returncode == 0 and result.stdout.strip().endswith("out/images.npz")
+
+
+@pytest.mark.parametrize(
+    ("sampler", "calls"),
+    [
+        ("midpoint", 6),
+        ("rk4", 12),
+        ("euler_maruyama", 3),
+        ("stochastic_heun", 5),
+        ("dpmpp_2m", 3),
+        ("unipc", 3),
+        ("ancestral", 3),
+    ],
+)
+def test_every_sampler_of_a_flow_writes_the_same_bytes_again_and_counts_its_calls(tmp_path, run, sampler, calls):
+    first = sampled(run, tmp_path / "a", num=5, settings={"sampler": sampler, "num_steps": 3})
+    assert sampled(run, tmp_path / "b", num=5, settings={"sampler": sampler, "num_steps": 3}, batch=1) == first
+    assert json.loads((tmp_path / "a" / "images.json").read_text())["network_calls"] == calls
+
+
+def test_an_image_of_the_adaptive_solver_does_not_depend_on_what_it_is_sampled_with(tmp_path, run):
+    few, many = (
+        sampled(run, tmp_path / str(n), num=n, settings={"sampler": "dopri5", "rtol": 0.01, "atol": 0.01}) for n in (3, 11)
+    )
+    images = [np.load(tmp_path / str(n) / "images.npz")["arr_0"] for n in (3, 11)]
+    assert np.array_equal(images[0], images[1][:3]) and few != many
+    assert json.loads((tmp_path / "3" / "images.json").read_text())["network_calls"] >= 8
+
+
+def test_a_model_is_guided_by_a_worse_one_which_is_recorded(tmp_path, run):
+    worse = RunFolder(run).checkpoint(2) / "ema.safetensors"
+    plain, guided = (
+        sampled(run, tmp_path / name, settings={"num_steps": 3, "guidance": 2.0}, **options)
+        for name, options in (("plain", {}), ("guided", {"guide": worse}))
+    )
+    assert plain != guided
+    record = json.loads((tmp_path / "guided" / "images.json").read_text())["made_from"]
+    assert record["guide"]["step"] == 2 and record["weights"]["step"] == 4
+    one = sampled(run, tmp_path / "one", settings={"num_steps": 3, "guidance": 1.0}, guide=worse)
+    assert one == sampled(run, tmp_path / "two", settings={"num_steps": 3, "guidance": 1.0})
+    with pytest.raises(ValueError, match="guidance_channels and guidance_rescale are of guidance by the null class"):
+        sampled(run, tmp_path / "three", settings={"guidance": 2.0, "guidance_channels": 3}, guide=worse)
+
+
+def test_a_guide_of_another_objective_is_refused(tmp_path, run, shards):
+    other = train(tiny_config(shards, ddpm=True, steps=0), tmp_path / "other")
+    with pytest.raises(ValueError, match="was trained with another objective"):
+        sampled(run, tmp_path / "out", settings={"guidance": 2.0}, guide=other.path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"sampler": "euler", "diffusion": "linear"}, "diffusion is an option of sampler euler_maruyama and stochastic_heun, not of euler"),
+     ({"sampler": "heun", "rtol": 0.1}, "rtol is an option of sampler dopri5, not of heun"),
+     ({"sampler": "euler_maruyama", "diffusion": "sqrt"}, "diffusion must be one of sigma, SBDM"),
+     ({"sampler": "euler_maruyama", "last_step": "last"}, "last_step must be one of mean"),
+     ({"sampler": "euler_maruyama", "last_step_size": 0.9}, "last_step_size must be from 0.0001 to 0.5"),
+     ({"guidance_rescale": 2.0}, "guidance_rescale must be from 0 to 1"), ({"time_shift": 0.0}, "time_shift must be a positive number")],
+)  # fmt: skip
+def test_settings_that_cannot_be_are_refused(tmp_path, run, settings, message):
+    with pytest.raises(ValueError, match=message):
+        sampled(run, tmp_path / "out", settings=settings)
+    assert not (tmp_path / "out").exists()

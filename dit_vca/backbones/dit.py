@@ -40,6 +40,7 @@ class DiT(nn.Module):
         num_classes: int,
         mlp_ratio: float = 4.0,
         learn_sigma: bool = False,
+        time_freqs: str = "dit",
         attention: str = "softmax",
         attention_options: dict[str, Any] | None = None,
     ):
@@ -53,7 +54,7 @@ class DiT(nn.Module):
         self.grid = (input_size // patch_size, input_size // patch_size)
 
         self.x_embedder = PatchEmbed(patch_size, in_channels, dim)
-        self.t_embedder = TimestepEmbedder(dim)
+        self.t_embedder = TimestepEmbedder(dim, time_freqs)
         self.y_embedder = LabelEmbedder(num_classes, dim) if num_classes else None
         self.pos_embed = nn.Parameter(sincos_position_embedding(dim, self.grid), requires_grad=False)
         attentions = (

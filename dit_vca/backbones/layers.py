@@ -1,6 +1,7 @@
 """The parts of a diffusion transformer. Attribute names are DiT's, so that published weights load strictly."""
 
 import math
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -32,20 +33,28 @@ def unpatchify(tokens: Tensor, grid: tuple[int, int], patch_size: int) -> Tensor
 
 
 class TimestepEmbedder(nn.Module):
-    """A sinusoid of what the network is fed for a time, then an MLP. The sinusoid is computed in float32."""
+    """A sinusoid of what the network is fed for a time, then an MLP. The sinusoid is computed in float32.
+
+    Frequency k of 128 is 10000^(-k/128) with `time_freqs` dit (DiT, SiT), and 10000^(-k/127) with diffusers, whose DiT
+    reaches 1/10000 with the last one.
+    """
 
     NUM_FREQUENCIES = 128
     MAX_PERIOD = 10000
+    DIVISORS: ClassVar = {"dit": NUM_FREQUENCIES, "diffusers": NUM_FREQUENCIES - 1}
 
-    def __init__(self, dim: int):
+    def __init__(self, dim: int, time_freqs: str = "dit"):
         super().__init__()
+        if time_freqs not in self.DIVISORS:
+            raise ValueError(f"model.time_freqs must be one of {', '.join(self.DIVISORS)}, got {time_freqs!r}")
+        self.divisor = self.DIVISORS[time_freqs]
         self.mlp = nn.Sequential(nn.Linear(2 * self.NUM_FREQUENCIES, dim), nn.SiLU(), nn.Linear(dim, dim))
 
     def forward(self, model_time: Tensor) -> Tensor:
         """(B,) -> (B, dim)."""
         # not a buffer: a network cast to bfloat16 would round it
-        exponents = torch.arange(self.NUM_FREQUENCIES, dtype=torch.float32, device=model_time.device) / self.NUM_FREQUENCIES
-        angles = model_time.float()[:, None] * torch.exp(-math.log(self.MAX_PERIOD) * exponents)
+        k = torch.arange(self.NUM_FREQUENCIES, dtype=torch.float32, device=model_time.device)
+        angles = model_time.float()[:, None] * torch.exp(-math.log(self.MAX_PERIOD) * k / self.divisor)
         sinusoid = torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
         return self.mlp(sinusoid.to(self.mlp[0].weight.dtype))
 

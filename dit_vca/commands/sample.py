@@ -30,6 +30,12 @@ def build_parser():
     )
     parser.add_argument("--out", type=str | None, default=None, help="folder to write; default: in the run's samples/")
     parser.add_argument("--vae", type=str | None, default=None, help="the VAE, if it has moved since training")
+    parser.add_argument(
+        "--guide",
+        type=str | None,
+        default=None,
+        help="a worse model to guide away from (autoguidance), instead of the null class",
+    )
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda, mps")
     for field in fields(SampleConfig):
         parser.add_argument(
@@ -47,6 +53,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = sample_to_folder(
         arguments.ckpt, num=arguments.num, labels=arguments.labels, seed=arguments.seed, weights=arguments.weights,
         tile=arguments.tile, batch=arguments.batch, out=arguments.out, vae=arguments.vae, device=arguments.device,
-        settings=given,
+        settings=given, guide=arguments.guide,
     )  # fmt: skip
     print(folder / "images.npz")

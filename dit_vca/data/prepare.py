@@ -3,13 +3,17 @@
 import hashlib
 import json
 import re
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
+
+from samplers.noise import normal
 
 from ..config import DataConfig
-from ..vae import EMBEDDED, Codec, open_codec
+from ..vae import EMBEDDED, Codec, latent_from_stored, open_codec
 from .encode import encode
 from .images import NAMED, ImageSource, open_images
 from .latents import MANIFEST, LatentShards
@@ -28,6 +32,29 @@ def prepare_shards(data: DataConfig, device: torch.device | str = "cpu") -> Late
     if not folder.exists():
         encode(source, codec, folder, flip=data.flip, wait=True)
     return LatentShards(folder)
+
+
+def shards_of(trained_on: DataConfig, name: str | None, device: torch.device | str) -> LatentShards:
+    """The shards a model was trained on, or others by name; ValueError if these are not encoded alike, or of other classes."""
+    own = trained_on if name is None else replace(trained_on, name=name, flip=False)
+    shards = prepare_shards(own, device)
+    latent, expected = (replace(x, vae="") for x in (shards.manifest.latent, trained_on.latent))  # its folder may have moved
+    if latent != expected:
+        raise ValueError(f"{own.name} holds other latents than the model was trained on: {latent}, expected {expected}")
+    if shards.manifest.class_names != trained_on.class_names:
+        raise ValueError(
+            f"{own.name} has the classes {', '.join(shards.manifest.class_names)}, the model was trained on "
+            f"{', '.join(trained_on.class_names)}: give data of the same classes with --data"
+        )
+    return shards
+
+
+def draw_latents(shards: LatentShards, indices: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
+    """Latents (B, C, h, w) float32 and labels (B,) of these images; each drawn from its moments by (seed, index)."""
+    latent = shards.manifest.latent
+    stored, y = shards.rows(indices, [False] * len(indices))
+    noise = normal(seed, "latent", indices, (latent.channels, latent.size, latent.size))
+    return latent_from_stored(stored, noise, latent), y
 
 
 def open_source(name: str, image_size: int | None, vae: str | None, device: torch.device | str) -> tuple[ImageSource, Codec]:

@@ -26,7 +26,7 @@ from ..errors import Interrupted, NonFinite
 from ..files import available_cores, write_text
 from ..processes import check_process_count, without_accelerator
 from ..progress import progress
-from ..runs import RunFolder, build_network, find_weights, objective_of, read_weights
+from ..runs import RunFolder, Weights, build_network, find_weights, objective_of, read_weights
 from ..sampling import balanced_labels, check_sampling, generate, image_grid
 from ..vae import Codec, codec_of
 from .ema import averages
@@ -362,12 +362,19 @@ def _clip(network: torch.nn.Module, max_norm: float) -> Tensor:
 def _load_initial(network: torch.nn.Module, config: Config) -> str:
     """Start from a weight file. Returns a line that says what did not come from it.
 
-    A label table of another size keeps its new initial values. A softmax model may become one of another attention:
-    what that has besides is set by `start_from_softmax`.
+    A label table of another size keeps its new initial values, and a position embedding that of its own grid. A softmax
+    model may become one of another attention: what that has besides is set by `start_from_softmax`.
     """
     weights = read_weights(find_weights(config.train.init_from))
     tensors, own = dict(weights.tensors), network.state_dict()
     said = f"starting from {weights.path} (step {weights.step}, {weights.kind} weights)"
+    _check_initial(weights, config)
+    if _grid_differs(tensors, own):
+        tensors["pos_embed"] = own["pos_embed"]
+        said += (
+            f"; the position embedding is computed for latents of side {config.model.input_size}, that file is of side "
+            f"{weights.config.model.input_size}"
+        )
     table = "y_embedder.embedding_table.weight"
     if table in own and (table not in tensors or tensors[table].shape != own[table].shape):
         rows = len(tensors[table]) - 1 if table in tensors else 0
@@ -391,7 +398,30 @@ def _load_initial(network: torch.nn.Module, config: Config) -> str:
     for module in network.modules() if converted else ():
         if isinstance(module, QKVAttention):
             module.start_from_softmax()
+    network.origin = weights.origin  # checkpoints carry it on
     return said
+
+
+def _check_initial(weights: Weights, config: Config) -> None:
+    """ValueError for a weight file whose patches or time embedding are other functions than this model's."""
+    theirs, ours = weights.config.model, config.model
+    if theirs.patch_size != ours.patch_size:
+        raise ValueError(
+            f"train.init_from {weights.path} has patches of side {theirs.patch_size}, this model {ours.patch_size}: the first "
+            f"and the last layer are made for one patch size, only the latent size may differ; set model.patch_size "
+            f"{theirs.patch_size}"
+        )
+    if theirs.time_freqs != ours.time_freqs:
+        raise ValueError(
+            f"train.init_from {weights.path} was trained with other frequencies of the time embedding: set model.time_freqs "
+            f"{theirs.time_freqs}"
+        )
+
+
+def _grid_differs(tensors: dict[str, Tensor], own: dict[str, Tensor]) -> bool:
+    """Whether position embeddings (1, N, dim) of one width have different numbers of tokens."""
+    shapes = [state["pos_embed"].shape if "pos_embed" in state else () for state in (tensors, own)]
+    return all(len(shape) == 3 for shape in shapes) and shapes[0][1] != shapes[1][1] and shapes[0][2] == shapes[1][2]
 
 
 def _agree(accelerator: Accelerator, decide):

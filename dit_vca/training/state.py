@@ -39,14 +39,18 @@ def save_checkpoint(
     run: RunFolder, config: Config, state: TrainState, *, network: nn.Module, averages: dict[str, nn.Module],
     optimizer: torch.optim.Optimizer,
 ) -> Path:  # fmt: skip
-    """Write checkpoints/STEP with model, averages by name, optimizer and state.json (which lists sizes and hashes)."""
+    """Write checkpoints/STEP with model, averages by name, optimizer and state.json (which lists sizes and hashes).
+
+    Source and licence of weights the training began with stand in `network.origin`, and in the header of each file.
+    """
+    origin = getattr(network, "origin", {})
     target = run.checkpoint(state.step)
     temporary = target.with_name(TEMPORARY_PREFIX + target.name)
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
-    write_weights(temporary / "model.safetensors", network.state_dict(), config, step=state.step, kind="model")
+    write_weights(temporary / "model.safetensors", network.state_dict(), config, step=state.step, kind="model", **origin)
     for kind, average in averages.items():
-        write_weights(temporary / f"{kind}.safetensors", average.state_dict(), config, step=state.step, kind=kind)
+        write_weights(temporary / f"{kind}.safetensors", average.state_dict(), config, step=state.step, kind=kind, **origin)
     save_file(_optimizer_tensors(network, optimizer), temporary / "optimizer.safetensors")
     listed = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)} for path in sorted(temporary.iterdir())}
     (temporary / "state.json").write_text(json.dumps({**asdict(state), "files": listed}, indent=1))
@@ -64,7 +68,9 @@ def load_checkpoint(
     path: Path, *, network: nn.Module, averages: dict[str, nn.Module], optimizer: torch.optim.Optimizer
 ) -> TrainState:
     """Restore a checkpoint in place, bit for bit."""
-    network.load_state_dict(read_weights(path / "model.safetensors").tensors)
+    saved = read_weights(path / "model.safetensors")
+    network.load_state_dict(saved.tensors)
+    network.origin = saved.origin
     for kind, average in averages.items():
         average.load_state_dict(read_weights(path / f"{kind}.safetensors").tensors)
     try:

@@ -27,7 +27,7 @@ class GenerationTask(nn.Module):
         """All randomness of a batch, on the host: each row a function of (seed, purpose, position)."""
         shape = (self.latent.channels, self.latent.size, self.latent.size)
         return {
-            "t": self.objective.path.sample_t(uniform(self.seed, "t", positions)),
+            "t": self.objective.sample_t(uniform(self.seed, "t", positions)),
             "eps": normal(self.seed, "eps", positions, shape),
             "latent_noise": normal(self.seed, "latent", positions, shape),
             "drop": uniform(self.seed, "label_drop", positions) < self.label_dropout,

@@ -5,7 +5,7 @@ from golden_values import metadata, section
 from dit_vca.backbones.dit import DiT
 from dit_vca.interpolants import DiscreteVP, Linear
 from dit_vca.objectives import Objective
-from samplers import Prediction, guided
+from samplers import Prediction, autoguided, guided
 
 NULL = 10
 Y = torch.tensor([1, 2, 7])
@@ -119,3 +119,43 @@ def test_outside_the_interval_the_conditional_model_is_called_alone(t):
 def test_an_interval_that_is_none_is_refused(interval):
     with pytest.raises(ValueError, match="0 <= low <= high <= 1"):
         guided(Recorder(), Y, null=NULL, scale=2.0, interval=interval)
+
+
+def test_each_row_has_its_own_time_and_is_guided_inside_the_interval_alone():
+    x, _ = inputs()
+    t = torch.tensor([0.1, 0.3, 0.9], dtype=torch.float64)
+    denoise = guided(Recorder(), Y, null=NULL, scale=3.0, interval=(0.2, 0.5))
+    conditional, unconditional = (Recorder()(x, t, y).value for y in (Y, torch.full_like(Y, NULL)))
+    expected = conditional.clone()
+    expected[1] = unconditional[1] + 3 * (conditional[1] - unconditional[1])
+    torch.testing.assert_close(denoise(x, t).value, expected)
+
+
+@pytest.mark.parametrize("rescale", [0.5, 1.0])
+def test_rescaled_guidance_keeps_the_deviation_of_the_conditional_output(rescale):
+    x, t = inputs()
+    conditional = plain(Y)
+    without = guided(Recorder(), Y, null=NULL, scale=3.0)(x, t).value
+    found = guided(Recorder(), Y, null=NULL, scale=3.0, rescale=rescale)(x, t).value
+    for i in range(3):
+        factor = float(conditional[i].std() / without[i].std())
+        torch.testing.assert_close(found[i], without[i] * (rescale * factor + 1 - rescale))
+        if rescale == 1:
+            assert float(found[i].std()) == pytest.approx(float(conditional[i].std()))
+    with pytest.raises(ValueError, match="rescaling of guidance must be from 0 to 1"):
+        guided(Recorder(), Y, null=NULL, scale=3.0, rescale=1.5)
+
+
+def test_autoguidance_moves_away_from_a_worse_network_inside_the_interval():
+    good, worse = (lambda x, t, y=y: Recorder()(x, t, y) for y in (Y, Y + 1))
+    x, t = inputs(0.5)
+    strong, weak = plain(Y), plain(Y + 1)
+    torch.testing.assert_close(autoguided(good, worse, scale=2.5)(x, t).value, weak + 2.5 * (strong - weak))
+    torch.testing.assert_close(autoguided(good, worse, scale=2.5, interval=(0.6, 1.0))(x, t).value, strong)
+    assert torch.equal(autoguided(good, worse, scale=1.0)(x, t).value, strong)
+
+    def of_another_target(x, t):
+        return Prediction(x, "eps", x, Linear().coefficients(t))
+
+    with pytest.raises(ValueError, match="the guide predicts eps, the model v"):
+        autoguided(good, of_another_target, scale=2.0)(x, t)

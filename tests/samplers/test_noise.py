@@ -45,6 +45,7 @@ def test_the_purposes_keep_their_numbers_because_finished_runs_depend_on_them():
     assert PURPOSES == {
         "order": 1, "flip": 2, "latent": 3, "t": 4, "eps": 5, "label_drop": 6,
         "image_noise": 7, "image_label": 8, "preview": 9, "init": 10, "reference": 11, "score_order": 12,
+        "probe": 13, "dequantization": 14,
     }  # fmt: skip
 
 
