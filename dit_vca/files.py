@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import itertools
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,29 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def check_new(out: Path) -> None:
+    """ValueError if there is something at `out` already, or no folder for it."""
+    if out.exists():
+        raise ValueError(f"{out} exists already: choose another name")
+    if not out.parent.is_dir():
+        raise ValueError(f"{out.parent} is not a folder: make it first, or choose another name")
+
+
+@contextlib.contextmanager
+def whole(out: Path) -> Iterator[Path]:
+    """A temporary path beside `out`, for a file or a folder, that becomes `out` if nothing is raised and is removed if so."""
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        for path in (temporary, *temporary.rglob("*")):
+            if path.is_file():
+                fsync_file(path)
+        os.replace(temporary, out)
+        fsync_folder(out.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True) if temporary.is_dir() else temporary.unlink(missing_ok=True)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -16,14 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from dit_vca.backbones.dit import DiT
 from dit_vca.backbones.layers import TimestepEmbedder, sincos_position_embedding
-from dit_vca.pretrained import (
-    DIT_LICENSE,
-    PUBLISHED,
-    export_weights,
-    fetch,
-    import_weights,
-    to_diffusers,
-)
+from dit_vca.pretrained import export_weights, import_weights
+from dit_vca.pretrained.diffusers import to_diffusers
+from dit_vca.pretrained.read import DIT_LICENSE, PUBLISHED, fetch
 from dit_vca.runs import RunFolder, build_network, open_model, read_weights, write_weights
 from dit_vca.sampling import sample_to_folder
 from dit_vca.training import train

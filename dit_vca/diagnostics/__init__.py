@@ -1,8 +1,6 @@
 """Looking inside a trained model: what the two streams of its attentions are to each other, layer by layer and over t."""
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from ..attention.streams import check_streams
 from ..config import to_dict
 from ..data.latents import LatentShards
 from ..data.prepare import shards_of
-from ..files import sha256_of_file, write_text
+from ..files import sha256_of_file, whole, write_text
 from ..objectives import Objective
 from ..processes import start_processes
 from ..runs import Weights, open_model
@@ -89,18 +87,15 @@ def _made_from(found: Weights, shards: LatentShards, request: Request) -> dict[s
 
 
 def _write(out: Path, report: dict[str, Any], measurement: Measurement, grid: tuple[int, int], codec: Codec | None) -> None:
-    """The folder, through one beside it that is renamed."""
-    partial_folder = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    partial_folder.mkdir(parents=True)
-    try:
+    """The folder, whole or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with whole(out) as folder:
+        folder.mkdir()
         for name, (figures, label) in PLOTS.items():
-            plot_over_layers(report, figures, label, partial_folder / f"{name}.png")
+            plot_over_layers(report, figures, label, folder / f"{name}.png")
         if report["weights"]:
-            plot_weights(report["weights"], partial_folder / "weight.png")
+            plot_weights(report["weights"], folder / "weight.png")
         if any("intruder_histogram" in row for row in report["layers"]):
-            plot_histograms(report, partial_folder / "intruder_histogram.png")
-        draw_maps(measurement, grid, codec, partial_folder)
-        write_text(partial_folder / "diagnose.json", json.dumps(report, indent=1))
-        partial_folder.rename(out)
-    finally:
-        shutil.rmtree(partial_folder, ignore_errors=True)
+            plot_histograms(report, folder / "intruder_histogram.png")
+        draw_maps(measurement, grid, codec, folder)
+        write_text(folder / "diagnose.json", json.dumps(report, indent=1))
