@@ -4,7 +4,7 @@ import pytest
 import torch
 from golden_values import load, metadata, section
 
-from dit_vca.interpolants import PATHS, DiscreteVP, Linear, respaced_timesteps
+from dit_vca.interpolants import GVP, PATHS, VP, DiscreteVP, Linear, respaced_timesteps, shifted
 from samplers.posterior import posterior
 
 RESPACINGS = metadata("ddpm")["respacings"]
@@ -154,3 +154,40 @@ def test_the_linear_path_feeds_the_network_scaled_or_reversed_times(options, exp
 
 def test_the_previous_time_of_the_ddpm_path_is_one_index_nearer_to_the_data():
     assert DiscreteVP().previous(torch.tensor([1.0, 0.5, 0.001], dtype=torch.float64)).tolist() == [0.999, 0.499, 0.0]
+
+
+CONTINUOUS = pytest.mark.parametrize("path", [Linear, GVP, VP])
+
+
+@CONTINUOUS
+def test_derivatives_are_those_of_the_coefficients(path):
+    t = torch.linspace(0.01, 0.99, 20, dtype=torch.float64)
+    before, at, after = (path().coefficients(t + step) for step in (-1e-5, 0, 1e-5))
+    torch.testing.assert_close(at.d_alpha, (after.alpha - before.alpha) / 2e-5, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(at.d_sigma, (after.sigma - before.sigma) / 2e-5, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("name", ["GVP", "VP"])
+def test_the_variance_of_a_preserving_path_is_one_and_its_ends_are_those_of_sit(name):
+    c = PATHS[name.lower()]().coefficients(torch.linspace(0, 1, 11, dtype=torch.float64))
+    torch.testing.assert_close(c.alpha**2 + c.sigma**2, torch.ones(11, dtype=torch.float64), rtol=1e-12, atol=0)
+    assert float(c.alpha[-1]) == (0 if name == "GVP" else pytest.approx(math.exp(-5.025)))
+
+
+def test_a_shift_moves_times_towards_the_noise_and_leaves_the_ends():
+    t = torch.tensor([0.0, 0.25, 0.5, 1.0], dtype=torch.float64)
+    assert shifted(t, 3.0).tolist() == pytest.approx([0, 0.5, 0.75, 1])
+    assert shifted(shifted(t, 3.0), 1 / 3).tolist() == pytest.approx(t.tolist())
+    path = Linear(time_shift=3.0)
+    assert path.sample_t(t).tolist() == pytest.approx([0, 0.5, 0.75, 1])
+    assert path.schedule(4).t.tolist() == pytest.approx([1, 0.9, 0.75, 0.5, 0])
+    assert path.schedule(2, shift=1.0).t.tolist() == [1, 0.5, 0]
+
+
+def test_a_grid_has_its_start_its_stop_and_a_last_step_of_its_own_length():
+    assert Linear().schedule(4, start=0.9, stop=0.1).t.tolist() == pytest.approx([0.9, 0.7, 0.5, 0.3, 0.1])
+    assert Linear().schedule(3, last_step=0.04).t.tolist() == pytest.approx([1, 0.52, 0.04, 0])
+    assert Linear().schedule(3, stop=0.01, last_step=0.04).t.tolist() == pytest.approx([1, 0.525, 0.05, 0.01])
+    assert Linear().schedule(1, last_step=0.04).t.tolist() == [1, 0]
+    with pytest.raises(ValueError, match="a chain of given times"):
+        DiscreteVP().schedule(4, stop=0.1)

@@ -329,3 +329,17 @@ def test_settings_that_cannot_be_are_refused(tmp_path, run, settings, message):
     with pytest.raises(ValueError, match=message):
         sampled(run, tmp_path / "out", settings=settings)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_grid_is_that_of_training_unless_another_shift_is_given(tmp_path, run):
+    made = {
+        shift: sampled(run, tmp_path / str(shift), settings={"num_steps": 3} | ({} if shift is None else {"time_shift": shift}))
+        for shift in (None, 1.0, 4.0)
+    }
+    assert made[None] == made[1.0] != made[4.0]
+    guided, inside = (
+        sampled(run, tmp_path / name, settings={"num_steps": 4, "guidance": 3.0, "interval": interval},
+                guide=RunFolder(run).checkpoint(2) / "ema.safetensors")
+        for name, interval in (("all", (0.0, 1.0)), ("some", (0.4, 0.6)))
+    )  # fmt: skip
+    assert guided != inside
