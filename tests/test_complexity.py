@@ -135,3 +135,8 @@ def test_the_scale_table_has_a_row_for_each_kind_and_size_and_counts_what_is_kep
 def test_mistakes_are_told_in_one_line(tmp_path, arguments, words):
     done = dit_vca("complexity", *arguments, cwd=tmp_path)
     assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_parameters_and_the_input_are_no_activations():
+    (found,) = scale(["softmax"], [1], dim=256, num_heads=2, rounds=1)
+    assert found.activation_bytes < 256 * 256 * 4  # one matrix of the module alone has more

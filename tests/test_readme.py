@@ -53,7 +53,7 @@ def test_every_recipe_runs_as_it_is_written(home):
 
 
 def test_the_commands_that_need_more_than_this_machine_are_parsed():
-    from dit_vca.commands import encode, sample, score, sweep, train
+    from dit_vca.commands import encode, pretrained, sample, score, sweep, train
     from dit_vca.commands.cli import parse
 
     checks = {
@@ -62,6 +62,7 @@ def test_the_commands_that_need_more_than_this_machine_are_parsed():
         "eval_fid.py": lambda argv: parse(score.build_parser(), argv),
         "encode": lambda argv: parse(encode.build_parser(), argv),
         "sweep": lambda argv: parse(sweep.build_parser(), argv),
+        "pretrained": lambda argv: parse(pretrained.build_parser(), argv),
     }
     parsed = []
     for _, text in blocks("parse"):
@@ -70,7 +71,7 @@ def test_the_commands_that_need_more_than_this_machine_are_parsed():
             at = next(i for i, word in enumerate(words) if word in checks)
             checks[words[at]](words[at + 1 :])
             parsed.append(words[at])
-    assert parsed == ["encode", "train_gen.py", "sample.py", "eval_fid.py", "sweep"]
+    assert parsed == ["encode", "train_gen.py", "sample.py", "eval_fid.py", "sweep", "pretrained", "encode", "train_gen.py"]
 
 
 def test_every_block_of_commands_is_marked_or_one_of_the_two():
