@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,10 +41,10 @@ class Model:
         """
         import torch
 
-        from .sampling import check_sampling, generate, label_number
+        from .sampling import check_sampling, generate, label_number, with_settings
 
         try:
-            config = replace(self.config.sample, **settings)
+            config = with_settings(self.config.sample, settings)
         except TypeError as error:
             raise ValueError(f"unknown sampling setting ({error}); there is {', '.join(vars(self.config.sample))}") from None
         check_sampling(config, self.objective, self.config.model.num_classes)

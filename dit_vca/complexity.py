@@ -132,8 +132,8 @@ def check_scale(names: Sequence[str], tokens: Sequence[int]) -> None:
         if name not in ATTENTION:
             raise ValueError(f"unknown attention {name!r}; there is {', '.join(ATTENTION)}")
     for count in tokens:
-        if count < 1 or isqrt(count) ** 2 != count:
-            raise ValueError(f"numbers of tokens must be squares such as 256,1024,4096, got {count}")
+        if not 1 <= count <= 2**16 or isqrt(count) ** 2 != count:
+            raise ValueError(f"numbers of tokens must be squares up to 65536, such as 256,1024,4096; got {count}")
 
 
 def scale_table(found: Sequence[Scale]) -> str:

@@ -201,7 +201,7 @@ class SampleConfig:
         eta: DDIM's noise, 0 to 1.
         time_shift: of the grid, continuous paths; null is that of training.
         diffusion: of the SDE samplers: sigma, SBDM, constant, linear, decreasing or increasing-decreasing.
-        diffusion_norm: factor on it.
+        diffusion_norm: factor on it (not on decreasing).
         last_step: of the SDE samplers, without noise: mean, tweedie or euler; or none, a step like the others.
         last_step_size: its length in t.
         rtol: relative tolerance of dopri5.
@@ -239,10 +239,10 @@ class Config:
 
 # Smallest and largest value of every number that has one; None where there is none.
 BOUNDS = {
-    "seed": (0, None), "model.patch_size": (1, None), "model.dim": (1, None), "model.depth": (1, None),
-    "model.num_heads": (1, None), "train.steps": (0, None), "train.batch_size": (1, None), "train.micro_batch": (1, None),
+    "seed": (0, 2**63 - 1), "model.patch_size": (1, None), "model.dim": (1, None), "model.depth": (1, None),
+    "model.num_heads": (1, None), "train.steps": (0, None), "train.batch_size": (1, 2**24), "train.micro_batch": (1, None),
     "train.lr": (0, None), "train.weight_decay": (0, None), "train.warmup_steps": (0, None), "train.clip_grad": (0, None),
-    "train.ema_decay": (0, 1), "train.ema_more": (0, 1), "train.ema_power": (0.005, 0.28), "train.label_dropout": (0, 1), "train.num_threads": (1, None), "train.save_every": (1, None),
+    "train.ema_decay": (0, 0.9999999), "train.ema_more": (0, 0.9999999), "train.betas": (0, 0.9999999), "model.mlp_ratio": (0.01, 64), "train.ema_power": (0.005, 0.28), "train.label_dropout": (0, 0.99), "train.num_threads": (1, None), "train.save_every": (1, None),
     "train.log_every": (1, None), "train.sample_every": (0, None), "sample.guidance_channels": (1, None),
 }  # fmt: skip
 
@@ -257,7 +257,7 @@ def check_bounds(config) -> None:
         if not all(low <= v and (high is None or v <= high) and v != float("inf") for v in values):
             allowed = f"at least {low}" if high is None else f"from {low} to {high}"
             raise ValueError(f"{name} must be {allowed}, got {value}")
-        if len(set(values)) < len(values):
+        if name != "train.betas" and len(set(values)) < len(values):
             raise ValueError(f"{name} must hold different values, got {value}")
 
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock, Timeout
+from safetensors.torch import save_file
+from torch import Tensor
 
 
 @contextlib.contextmanager
@@ -54,6 +56,14 @@ def whole(out: Path) -> Iterator[Path]:
         fsync_folder(out.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True) if temporary.is_dir() else temporary.unlink(missing_ok=True)
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file with the permissions of any other new file; safetensors makes its own for the owner alone."""
+    save_file(tensors, path, metadata=metadata)
+    mask = os.umask(0)  # there is no other way to read it
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
 
 
 def fsync_folder(folder: Path) -> None:

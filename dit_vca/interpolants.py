@@ -14,6 +14,7 @@ from torch import Tensor
 from samplers.posterior import posterior
 from samplers.types import Coefficients, Schedule
 
+MAX_STEPS = 100_000  # of a sampling grid
 TIME_LAWS = ("uniform", "logit-normal")
 
 
@@ -54,7 +55,8 @@ class ContinuousPath:
     def __post_init__(self):
         if self.time_law not in TIME_LAWS:
             raise ValueError(f"objective.time_law must be uniform or logit-normal, got {self.time_law!r}")
-        check_shift(self.time_shift, "objective.time_shift")
+        check_positive(self.time_shift, "objective.time_shift")
+        check_positive(self.time_scale, "objective.time_scale")
 
     def coefficients(self, t: Tensor) -> Coefficients:
         raise NotImplementedError
@@ -126,10 +128,10 @@ def shifted(t: Tensor, shift: float) -> Tensor:
     return t if shift == 1 else shift * t / (1 + (shift - 1) * t)
 
 
-def check_shift(shift: float, name: str) -> None:
-    """ValueError for a shift that is not a positive number."""
-    if not 0 < shift < math.inf:
-        raise ValueError(f"{name} must be a positive number, got {shift}")
+def check_positive(value: float, name: str) -> None:
+    """ValueError for what is not a positive number."""
+    if not 0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive number, got {value}")
 
 
 @dataclass(frozen=True)
@@ -221,8 +223,8 @@ def respaced_timesteps(spacing: int | str, num_timesteps: int) -> Tensor:
 
 
 def _positive_count(num_steps: int | str) -> int:
-    if not str(num_steps).isdigit() or int(num_steps) < 1:
-        raise ValueError(f"num_steps must be a positive count for this path, got {num_steps!r}")
+    if not str(num_steps).isdigit() or not 1 <= int(num_steps) <= MAX_STEPS:
+        raise ValueError(f"num_steps must be a positive count for this path, at most {MAX_STEPS}, got {num_steps!r}")
     return int(num_steps)
 
 

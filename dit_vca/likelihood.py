@@ -59,7 +59,7 @@ def likelihood(
                 return objective.predict(network, x, t, y)
 
             estimates = [
-                log_likelihood(denoise, x_0.to(state.device), schedule, probe_like=_Probes(seed, chosen, k, probes))
+                log_likelihood(denoise, x_0.to(state.device), schedule, probe_like=_Probes(seed, chosen, k))
                 for k in range(probes)
             ]
             nats.append(torch.stack(estimates).mean(0))
@@ -68,6 +68,8 @@ def likelihood(
     dims = latent.channels * latent.size**2
     pixels = latent.vae == "none"
     bits = -torch.cat(nats) / (dims * math.log(2)) - (math.log2(PIXEL) if pixels else 0.0)
+    if not bool(bits.isfinite().all()):
+        raise FloatingPointError(f"{found.path} gives likelihoods that are NaN or infinite: the model diverged")
     return {
         "bits_per_dim": float(bits.mean()), "standard_error": float(bits.std()) / math.sqrt(num) if num > 1 else None,
         "space": "pixels" if pixels else "latents", "dims": dims, "num": num, "probes": probes, "num_steps": num_steps,
@@ -80,8 +82,8 @@ def likelihood(
 class _Probes:
     """Random signs for Hutchinson's estimate: probe k of each image, a function of (seed, image, k)."""
 
-    def __init__(self, seed: int, indices: Sequence[int], k: int, probes: int):
-        self.seed, self.positions = seed, [int(i) * probes + k for i in indices]
+    def __init__(self, seed: int, indices: Sequence[int], k: int):
+        self.seed, self.positions = seed, [(k << 32) + int(i) for i in indices]
 
     def __call__(self, x: Tensor) -> Tensor:
         drawn = normal(self.seed, "probe", self.positions, tuple(x.shape[1:]))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from samplers.posterior import Posterior, interpolated_log_variance, posterior
-from samplers.types import Coefficients, Prediction, Schedule, expand
+from samplers.types import Coefficients, Prediction, Schedule, expand, half_diffusion
 
 from .interpolants import PATHS, VP, ContinuousPath, DiscreteVP, Interpolant
 
@@ -50,8 +50,10 @@ class Objective:
                 f"objective.weighting {self.weighting} is of targets eps and score on a continuous path: it makes them weigh "
                 f"times as another loss would; target {self.target} has none"
             )
-        if self.min_snr_gamma <= 0 or self.direction < 0:
+        if not (0 < self.min_snr_gamma < math.inf and 0 <= self.direction < math.inf):
             raise ValueError("objective.min_snr_gamma must be above 0 and objective.direction not below it")
+        if self.min_snr_gamma != Objective.min_snr_gamma and self.weighting != "min-snr":
+            raise ValueError(f"objective.min_snr_gamma is of weighting min-snr, not of {self.weighting}")
         if self.direction and self.target == "score":
             raise ValueError("objective.direction is of targets v, eps and x_0; the score has the direction of the noise")
 
@@ -135,8 +137,8 @@ class Objective:
             snr = now.alpha**2 / now.sigma**2
             capped = snr.clamp(max=self.min_snr_gamma)
             return {"x_0": capped, "v": capped / (snr + 1)}.get(self.target, capped / snr)
-        half_diffusion = now.sigma * (now.d_sigma - now.sigma * now.d_alpha / now.alpha)  # SiT's drift_var
-        return (half_diffusion / now.sigma) ** 2 if self.weighting == "velocity" else half_diffusion / now.sigma**2
+        half = half_diffusion(now)
+        return (half / now.sigma) ** 2 if self.weighting == "velocity" else half / now.sigma**2
 
     def _goal(self, x_0: Tensor, eps: Tensor, now: Coefficients) -> Tensor:
         if self.target == "v":
@@ -184,6 +186,8 @@ def build_objective(
     if path == "ddpm":
         if time_law != "uniform" or time_shift != 1:
             raise ValueError("objective.time_law and time_shift are of continuous paths; path ddpm draws its steps uniformly")
+        if time_scale != 1000 or data_at_1:
+            raise ValueError("objective.time_scale and data_at_1 are of continuous paths; path ddpm feeds its index")
         interpolant = DiscreteVP()
     else:
         interpolant = PATHS[path](time_scale, data_at_1, time_law, time_shift)

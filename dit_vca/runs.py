@@ -9,14 +9,13 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from .attention import resolve_options
 from .backbones import BACKBONES
 from .config import Config, from_dict, to_dict, to_json
 from .data.latents import Manifest
-from .files import only_process, sha256_of_file, write_text
+from .files import only_process, save_tensors, sha256_of_file, write_text
 from .objectives import Objective, build_objective
 
 WEIGHT_KINDS = re.compile(r"model|ema(-power)?(-[0-9.e-]+)?")  # of ema.averages
@@ -123,7 +122,7 @@ def write_weights(
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state_dict.items()}
     header = {"format": WEIGHTS_FORMAT, "step": step, "kind": kind, "config": to_dict(config)}
     header |= {name: text for name, text in (("source", source), ("license", license)) if text}
-    save_file(tensors, path, metadata={HEADER_KEY: json.dumps(header)})  # one key: safetensors writes several in random order
+    save_tensors(tensors, path, {HEADER_KEY: json.dumps(header)})  # one key: safetensors writes several in random order
 
 
 @dataclass(frozen=True)

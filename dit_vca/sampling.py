@@ -19,13 +19,14 @@ from PIL import Image
 from torch import Tensor, nn
 
 from samplers import FOLLOW_VELOCITY, SAMPLERS, SDE, Schedule, autoguided, guided
+from samplers.guidance import check_interval
 from samplers.noise import ImageNoise, keyed_generator
 from samplers.sde import DIFFUSIONS, LAST_STEPS
 
-from .config import LatentConfig, SampleConfig, to_dict
+from .config import LatentConfig, SampleConfig, differences, to_dict
 from .data.archive import ImageArchive, sidecar
 from .files import sha256_of_file, write_text
-from .interpolants import DiscreteVP, check_shift
+from .interpolants import DiscreteVP, check_positive
 from .objectives import Objective
 from .processes import start_processes
 from .progress import progress
@@ -44,15 +45,26 @@ BOUNDS = {
 OVERLAPPING = {"cuda", "xpu"}  # device types whose work goes on while the host waits for something else
 
 
-def check_sampling(config: SampleConfig, objective: Objective, num_classes: int) -> None:
-    """ValueError if these settings cannot be used with this model."""
+def with_settings(config: SampleConfig, settings: dict[str, Any]) -> SampleConfig:
+    """The config with fields replaced; another sampler leaves the options behind that only the former one has."""
+    own = {name: getattr(SampleConfig, name) for name, samplers in OPTIONS_OF.items()
+           if "sampler" in settings and settings["sampler"] not in samplers}  # fmt: skip
+    return replace(config, **(own | settings))
+
+
+def check_sampling(config: SampleConfig, objective: Objective, num_classes: int, *, has_guide: bool = False) -> None:
+    """ValueError if these settings cannot be used with this model; `has_guide` with a worse model to guide it."""
     if config.sampler not in SAMPLERS:
         raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {config.sampler!r}")
     if isinstance(objective.path, DiscreteVP) and config.sampler in FOLLOW_VELOCITY:
         raise ValueError(
             f"sampler {config.sampler} follows a velocity, which path ddpm does not have; use ancestral, ddim, dpmpp_2m or unipc"
         )
-    if config.guidance != 1 and not num_classes:
+    if has_guide and config.guidance == 1:
+        raise ValueError("guidance 1 is the model alone, which a guide does not change: give another --guidance with --guide")
+    if config.guidance_channels is not None and config.guidance_channels < 1:
+        raise ValueError(f"guidance_channels must be at least 1, or null for all, got {config.guidance_channels}")
+    if config.guidance != 1 and not num_classes and not has_guide:
         raise ValueError(
             f"guidance {config.guidance} needs a conditional model; this one was trained without classes: use --guidance 1"
         )
@@ -65,11 +77,11 @@ def check_sampling(config: SampleConfig, objective: Objective, num_classes: int)
     for name, allowed in (("diffusion", DIFFUSIONS), ("last_step", LAST_STEPS)):
         if getattr(config, name) not in allowed:
             raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {getattr(config, name)!r}")
-    low, high = config.interval
-    if not 0 <= low <= high <= 1:
-        raise ValueError(f"interval must satisfy 0 <= low <= high <= 1, got {list(config.interval)}")
+    check_interval(config.interval)
+    if config.last_step == "none" and config.last_step_size != SampleConfig.last_step_size:
+        raise ValueError("last_step_size is of a last step, and last_step is none: leave it out")
     if config.time_shift is not None:
-        check_shift(config.time_shift, "time_shift")
+        check_positive(config.time_shift, "time_shift")
     sampling_schedule(config, objective)
 
 
@@ -199,15 +211,21 @@ def sample_to_folder(
     `settings` replaces fields of the model's own SampleConfig; `guide` is a worse model for autoguidance. The tiles are shared among the processes there are; a
     killed call is continued by an equal one.
     """
-    for name, count in (("num", num), ("tile", tile), ("batch", batch)):
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
-    if seed < 0:
-        raise ValueError(f"seed must be at least 0, got {seed}")
+    for name, count, low, high in (
+        ("num", num, 1, 10**9),
+        ("tile", tile, 1, 2**16),
+        ("batch", batch, 1, 10**9),
+        ("seed", seed, 0, 2**63 - 1),
+    ):
+        if not low <= count <= high:
+            raise ValueError(f"{name} must be from {low} to {high}, got {count}")
     state = start_processes(device)
     network, objective, found = open_model(ref, weights)
-    config = replace(found.config.sample, **(settings or {}))
-    check_sampling(config, objective, found.config.model.num_classes)
+    config = with_settings(found.config.sample, settings or {})
+    if guide is not None:  # what the model has of guidance by its null class does not apply
+        own = {"guidance_channels": None, "guidance_rescale": 0.0}
+        config = replace(config, **{name: value for name, value in own.items() if name not in (settings or {})})
+    check_sampling(config, objective, found.config.model.num_classes, has_guide=guide is not None)
     class_names = found.config.data.class_names
     y = labels_from(labels, num, class_names, seed)
     latent = found.config.data.latent
@@ -258,8 +276,14 @@ def _open_guide(ref: str | Path, found: Weights, config: SampleConfig, objective
     network, its_objective, its = open_model(ref)
     same = ("latent", "class_names")
     if its_objective != objective or any(getattr(its.config.data, n) != getattr(found.config.data, n) for n in same):
+        changed = differences(found.config.objective, its.config.objective) | {
+            f"data.{n}": (getattr(found.config.data, n), getattr(its.config.data, n))
+            for n in same
+            if getattr(its.config.data, n) != getattr(found.config.data, n)
+        }
+        shown = "; ".join(f"{name}: {ours!r}, the guide's {theirs!r}" for name, (ours, theirs) in changed.items())
         raise ValueError(
-            f"the guide {its.path} was trained with another objective, other latents or other classes than the model"
+            f"the guide {its.path} was trained with another objective or on other data than the model ({shown[:300]})"
         )
     return network, {"sha256": sha256_of_file(its.path), "step": its.step, "kind": its.kind}
 

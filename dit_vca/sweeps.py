@@ -5,7 +5,7 @@ import io
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from .evaluation.score import score
 from .files import sha256_of_file, write_text
 from .processes import start_processes
 from .runs import open_model
-from .sampling import check_sampling, sample_to_folder
+from .sampling import check_sampling, sample_to_folder, with_settings
 
 GRID = ("weights", "sampler", "num_steps", "guidance")  # what may be varied, in the order of the table's columns
 
@@ -109,7 +109,7 @@ def _check(ckpt, combinations: Sequence[dict[str, Any]]) -> dict[str, Path]:
         _, objective, found = open_model(ckpt, kind)
         files[kind] = found.path
     for settings in combinations:
-        check_sampling(replace(found.config.sample, **_of_sampler(settings)), objective, found.config.model.num_classes)
+        check_sampling(with_settings(found.config.sample, _of_sampler(settings)), objective, found.config.model.num_classes)
     return files
 
 

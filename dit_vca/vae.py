@@ -114,7 +114,14 @@ def open_codec(vae: str, image_size: int, device: torch.device | str = "cpu", *,
 
 def codec_of(latent: LatentConfig, device: torch.device | str = "cpu", *, vae: str | None = None) -> Codec:
     """The codec a model was trained with; `vae` says where that VAE is now, if it has moved."""
-    return open_codec(vae or latent.vae, latent.image_size, device, expected_hash=latent.vae_hash)
+    codec = open_codec(vae or latent.vae, latent.image_size, device, expected_hash=latent.vae_hash)
+    found = codec.latent
+    if (found.channels, found.size) != (latent.channels, latent.size):
+        raise ValueError(
+            f"the model was trained on {latent.channels}x{latent.size}x{latent.size} latents of VAE {latent.vae!r}, "
+            f"{vae!r} has {found.channels}x{found.size}x{found.size}: give the right one with --vae, or leave it out"
+        )
+    return codec
 
 
 def _load(vae: str):

@@ -39,7 +39,7 @@ def guided(
         conditional, unconditional = both.value.chunk(2)
         value = unconditional + scales * (conditional - unconditional)
         if rescale:
-            value = value * (1 - rescale + rescale * _deviation(conditional) / _deviation(value))
+            value = value * (1 - rescale + rescale * _deviation(conditional) / _deviation(value).clamp(min=1e-12))
         if channels is not None:
             value = torch.cat([value[:, :channels], conditional[:, channels:]], dim=1)
         fraction = both.variance_fraction

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .types import Denoiser, Schedule, call, state_dtype
+from .types import Denoiser, Schedule, call, require_velocity, state_dtype
 
 
 def log_likelihood(
@@ -18,8 +18,7 @@ def log_likelihood(
     estimate e' (dv/dx) e with one probe e for each image and the whole path, by default of random signs; its mean over
     probes is the log-likelihood. x_0 counts as the state at the schedule's last time.
     """
-    if not schedule.continuous:
-        raise ValueError("this path is defined at discrete times only and has no ODE: its likelihood is not defined here")
+    require_velocity(schedule)
     x = x_0.to(state_dtype(x_0))
     probe = (probe_like or random_signs)(x)
     change = torch.zeros(len(x), dtype=x.dtype, device=x.device)

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from .types import Denoiser, Schedule, call, state_dtype
+from .types import Denoiser, Schedule, call, require_velocity, state_dtype
 
 
 def euler(denoise: Denoiser, x_T: Tensor, schedule: Schedule) -> Tensor:
     """Explicit Euler; order 1; len(schedule) network calls."""
-    _refuse_discrete(schedule)
+    require_velocity(schedule)
     x = x_T.to(state_dtype(x_T))
     for i in range(len(schedule)):
         step = float(schedule.t[i + 1] - schedule.t[i])
@@ -18,7 +18,7 @@ def euler(denoise: Denoiser, x_T: Tensor, schedule: Schedule) -> Tensor:
 
 def heun(denoise: Denoiser, x_T: Tensor, schedule: Schedule) -> Tensor:
     """Heun's method (the explicit trapezoidal rule, torchdiffeq's heun2); order 2; 2 len(schedule) network calls."""
-    _refuse_discrete(schedule)
+    require_velocity(schedule)
     x = x_T.to(state_dtype(x_T))
     for i in range(len(schedule)):
         step = float(schedule.t[i + 1] - schedule.t[i])
@@ -30,7 +30,7 @@ def heun(denoise: Denoiser, x_T: Tensor, schedule: Schedule) -> Tensor:
 
 def midpoint(denoise: Denoiser, x_T: Tensor, schedule: Schedule) -> Tensor:
     """The explicit midpoint rule; order 2; 2 len(schedule) network calls, half of them between the grid's times."""
-    _refuse_discrete(schedule)
+    require_velocity(schedule)
     x = x_T.to(state_dtype(x_T))
     for i in range(len(schedule)):
         t, step = schedule.t[i], float(schedule.t[i + 1] - schedule.t[i])
@@ -41,7 +41,7 @@ def midpoint(denoise: Denoiser, x_T: Tensor, schedule: Schedule) -> Tensor:
 
 def rk4(denoise: Denoiser, x_T: Tensor, schedule: Schedule) -> Tensor:
     """Kutta's 3/8 rule (torchdiffeq's rk4); order 4; 4 len(schedule) network calls."""
-    _refuse_discrete(schedule)
+    require_velocity(schedule)
     x = x_T.to(state_dtype(x_T))
     for i in range(len(schedule)):
         t, step = schedule.t[i], float(schedule.t[i + 1] - schedule.t[i])
@@ -75,9 +75,9 @@ def dopri5(denoise: Denoiser, x_T: Tensor, schedule: Schedule, *, rtol: float = 
 
     Only the ends of the schedule count. A step is accepted where the root mean square of error / (atol + rtol max(|x|,
     |x_next|)) over the image is at most 1. The batch goes on until its slowest image is done, those that are done stay
-    as they are; six network calls a step, and two to begin. RuntimeError after 1000 steps.
+    as they are; six network calls a step, and two to begin. FloatingPointError after 1000 steps, or if v is not finite.
     """
-    _refuse_discrete(schedule)
+    require_velocity(schedule)
     if not (rtol > 0 and atol > 0):
         raise ValueError(f"rtol and atol must be above 0, got {rtol} and {atol}")
     x = x_T.to(state_dtype(x_T))
@@ -97,12 +97,16 @@ def dopri5(denoise: Denoiser, x_T: Tensor, schedule: Schedule, *, rtol: float = 
             slopes.append(denoise(ahead, (t - node * step).clamp(min=end)).v)
         error = _columns(step, x) * sum(weight * k for weight, k in zip(_ERROR, slopes, strict=True) if weight)
         ratio = _norm(error / (atol + rtol * torch.maximum(x.abs(), ahead.abs()))).cpu().double()
+        if not bool(ratio[running].isfinite().all()):
+            raise FloatingPointError("the network's velocity is NaN or infinite: the samples diverged")
         accepted = running & (ratio <= 1)
         keep = _columns(accepted, x).bool()
         x, slope = torch.where(keep, ahead, x), torch.where(keep, slopes[-1], slope)
         t = torch.where(accepted, torch.where(step == t - end, end, t - step), t)
         step = step * (SAFETY * ratio.clamp(min=1e-10) ** -0.2).clamp(SHRINK, GROW)  # smaller where it was not accepted
-    raise RuntimeError(f"dopri5 did not come from noise to data in {MAX_STEPS} steps: raise rtol, or use a fixed-step sampler")
+    raise FloatingPointError(
+        f"dopri5 did not come from noise to data in {MAX_STEPS} steps: raise rtol, or use a fixed-step sampler"
+    )
 
 
 def _first_step(denoise, x: Tensor, t: Tensor, slope: Tensor, end: float, rtol: float, atol: float) -> Tensor:
@@ -130,8 +134,3 @@ def _columns(per_image: Tensor, like: Tensor) -> Tensor:
 def _norm(x: Tensor) -> Tensor:
     """The root mean square over each image, (B,)."""
     return x.flatten(1).square().mean(1).sqrt()
-
-
-def _refuse_discrete(schedule: Schedule) -> None:
-    if not schedule.continuous:
-        raise ValueError("this path is defined at discrete times only and has no dx/dt; use ancestral, ddim, dpmpp_2m or unipc")

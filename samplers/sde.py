@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .types import Coefficients, Denoiser, Prediction, Schedule, call, state_dtype
+from .types import Coefficients, Denoiser, Prediction, Schedule, call, half_diffusion, require_velocity, state_dtype
 
 DIFFUSIONS = ("sigma", "SBDM", "constant", "linear", "decreasing", "increasing-decreasing")
 LAST_STEPS = ("mean", "tweedie", "euler", "none")
@@ -80,17 +80,17 @@ def _drift(prediction: Prediction, t: Tensor, c: Coefficients, diffusion: str, n
 
 
 def _ratio(diffusion: str, norm: float, t: Tensor, c: Coefficients) -> float:
-    """w(t) / sigma(t) for the named w: SiT's forms with its t turned round, times `norm` as there."""
+    """w(t) / sigma(t) for the named w: SiT's forms with its t turned round, times `norm` (which `decreasing` does not take)."""
     t, sigma = float(t), float(c.sigma)
     if diffusion == "sigma":
         return norm
-    if diffusion == "SBDM":  # half the squared diffusion of the forward process (Song et al. 2021)
-        return norm * float(c.d_sigma - c.sigma * c.d_alpha / c.alpha)
+    if diffusion == "SBDM":  # Song et al. 2021
+        return norm * (float(half_diffusion(c)) / sigma if sigma else float(c.d_sigma))
     if diffusion == "constant":
         return norm / sigma if norm else 0.0
     if diffusion == "linear":
         return norm * t / sigma if sigma else norm / float(c.d_sigma)
-    w = 0.25 * (norm * -math.cos(math.pi * t) + 1) ** 2 if diffusion == "decreasing" else norm * math.sin(math.pi * t) ** 2
+    w = 0.25 * (1 - math.cos(math.pi * t)) ** 2 if diffusion == "decreasing" else norm * math.sin(math.pi * t) ** 2
     return w / sigma if sigma else 0.0  # both fall faster than sigma
 
 
@@ -103,14 +103,15 @@ def _last(x, prediction: Prediction, schedule: Schedule, i: int, step: float, ki
 
 
 def _check(schedule: Schedule, diffusion: str, norm: float, last_step: str) -> None:
-    if not schedule.continuous:
-        raise ValueError("this path is defined at discrete times only and has no dx/dt; use ancestral, ddim, dpmpp_2m or unipc")
+    require_velocity(schedule)
     if diffusion not in DIFFUSIONS:
         raise ValueError(f"diffusion must be one of {', '.join(DIFFUSIONS)}, got {diffusion!r}")
     if last_step not in LAST_STEPS:
         raise ValueError(f"last_step must be one of {', '.join(LAST_STEPS)}, got {last_step!r}")
     if not 0 <= norm < math.inf:
         raise ValueError(f"diffusion_norm must not be negative, got {norm}")
+    if diffusion == "decreasing" and norm != 1:
+        raise ValueError(f"diffusion decreasing has no other diffusion_norm than 1, got {norm}: it would not vanish at the data")
     if diffusion == "SBDM" and float(schedule.at(0).alpha) == 0:
         raise ValueError("diffusion SBDM is infinite where alpha is 0: start the schedule after it")
     if diffusion == "constant" and last_step == "none" and norm and float(schedule.at(len(schedule)).sigma) == 0:

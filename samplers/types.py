@@ -52,6 +52,17 @@ class Schedule:
         return Coefficients(*(c[index] for c in self.coefficients))
 
 
+def require_velocity(schedule: Schedule) -> None:
+    """ValueError for a chain of given times, on which v is no dx/dt."""
+    if not schedule.continuous:
+        raise ValueError("this path is defined at discrete times only and has no dx/dt; use ancestral, ddim, dpmpp_2m or unipc")
+
+
+def half_diffusion(c: Coefficients) -> Tensor:
+    """sigma (sigma' - sigma alpha' / alpha): half the squared diffusion of the forward process (SiT's drift_var)."""
+    return c.sigma * (c.d_sigma - c.sigma * c.d_alpha / c.alpha)
+
+
 def expand(coefficient: Tensor, like: Tensor) -> Tensor:
     """A (B,) or 0-dimensional coefficient, moved to the device of `like` and shaped to broadcast over (B, ...)."""
     if coefficient.ndim == 0:

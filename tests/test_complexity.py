@@ -6,6 +6,7 @@ import torch
 from made import dit_vca
 
 from dit_vca.attention import ATTENTION, build_attention
+from dit_vca.commands.complexity import main
 from dit_vca.complexity import complexity_of, paper_rows, scale, scale_table, table
 from dit_vca.presets import preset
 
@@ -98,9 +99,11 @@ def test_operations_grow_linearly_or_quadratically_as_the_kind_says(name):
     assert (1.7 < power <= 2.0) if quadratic else (0.9 < power <= 1.0)
 
 
-def test_the_table_and_its_json_hold_the_same_rows(tmp_path):
-    text = dit_vca("complexity", cwd=tmp_path).stdout
-    data = json.loads(dit_vca("complexity", "--json", "true", cwd=tmp_path).stdout)
+def test_the_table_and_its_json_hold_the_same_rows(capsys):
+    main([])
+    text = capsys.readouterr().out
+    main(["--json", "true"])
+    data = json.loads(capsys.readouterr().out)
     assert len(data) == 32 and set(data[0]) == {"row", "params", "macs", "paper_params", "paper_gmacs"}
     for row in data:
         assert f"| {row['row']} | {row['params'] / 1e6:.3f} | {row['paper_params'] / 1e6:.1f} |" in text

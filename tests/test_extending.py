@@ -26,7 +26,7 @@ def test_an_attention_added_by_one_file_and_one_line_trains_and_samples(tmp_path
     (attention / "mean.py").write_text(SOURCE)
     table = (attention / "__init__.py").read_text()
     line = '    "mean": __import__("dit_vca.attention.mean", fromlist=["MeanAttention"]).MeanAttention,\n'
-    (attention / "__init__.py").write_text(table.replace("[QKVAttention]] = {\n", "[QKVAttention]] = {\n" + line))
+    (attention / "__init__.py").write_text(table.replace("QKVAttention]] = {\n", "QKVAttention]] = {\n" + line))
     options = "--preset demo-mean --model.patch_size 2 --model.dim 16 --model.depth 2 --model.num_heads 2".split() + [
         "--model.attention.options.gain", "2", "--train.steps", "5", "--train.batch_size", "8", "--train.log_every", "1",
         "--train.tracker", "none", "--sample.num_steps", "2",

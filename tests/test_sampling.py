@@ -304,15 +304,15 @@ def test_a_model_is_guided_by_a_worse_one_which_is_recorded(tmp_path, run):
     assert plain != guided
     record = json.loads((tmp_path / "guided" / "images.json").read_text())["made_from"]
     assert record["guide"]["step"] == 2 and record["weights"]["step"] == 4
-    one = sampled(run, tmp_path / "one", settings={"num_steps": 3, "guidance": 1.0}, guide=worse)
-    assert one == sampled(run, tmp_path / "two", settings={"num_steps": 3, "guidance": 1.0})
+    with pytest.raises(ValueError, match="guidance 1 is the model alone"):
+        sampled(run, tmp_path / "one", settings={"num_steps": 3, "guidance": 1.0}, guide=worse)
     with pytest.raises(ValueError, match="guidance_channels and guidance_rescale are of guidance by the null class"):
         sampled(run, tmp_path / "three", settings={"guidance": 2.0, "guidance_channels": 3}, guide=worse)
 
 
 def test_a_guide_of_another_objective_is_refused(tmp_path, run, shards):
     other = train(tiny_config(shards, ddpm=True, steps=0), tmp_path / "other")
-    with pytest.raises(ValueError, match="was trained with another objective"):
+    with pytest.raises(ValueError, match="was trained with another objective or on other data"):
         sampled(run, tmp_path / "out", settings={"guidance": 2.0}, guide=other.path)
 
 
@@ -343,3 +343,27 @@ def test_the_grid_is_that_of_training_unless_another_shift_is_given(tmp_path, ru
         for name, interval in (("all", (0.0, 1.0)), ("some", (0.4, 0.6)))
     )  # fmt: skip
     assert guided != inside
+
+
+def test_another_sampler_leaves_the_options_of_the_former_one_behind(tmp_path, shards):
+    config = tiny_config(shards, steps=0)
+    sample = replace(config.sample, sampler="euler_maruyama", diffusion="linear", guidance_channels=1)
+    run = train(replace(config, sample=sample), tmp_path / "run").path
+    plain = sampled(run, tmp_path / "a", settings={"sampler": "euler"}, weights="model")
+    assert json.loads((tmp_path / "a" / "images.json").read_text())["made_from"]["sample"]["diffusion"] == "sigma"
+    done = dit_vca("sample", "--ckpt", run, "--num", "30", "--tile", "4", "--sampler", "euler", "--guidance_channels", "null",
+                   "--weights", "model", "--out", "b", "--device", "cpu", cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "b" / "images.json").read_text())["made_from"]["sample"]
+    assert record["guidance_channels"] is None and (tmp_path / "b" / "images.npz").read_bytes() == plain
+    with pytest.raises(ValueError, match="guidance_channels must be at least 1"):
+        sampled(run, tmp_path / "c", settings={"guidance_channels": 0})
+
+
+def test_a_guide_serves_models_with_channels_of_their_own_and_models_without_classes(tmp_path, shards, images):
+    config = tiny_config(shards, steps=2, save_every=1)
+    run = train(replace(config, sample=replace(config.sample, guidance_channels=3)), tmp_path / "run")
+    worse = run.checkpoint(1) / "ema.safetensors"
+    sampled(run.path, tmp_path / "out", num=4, settings={"guidance": 2.0}, guide=worse)
+    record = json.loads((tmp_path / "out" / "images.json").read_text())["made_from"]
+    assert record["sample"]["guidance_channels"] is None and record["guide"]["step"] == 1

@@ -110,7 +110,8 @@ class DenoisingAttention(QKVAttention):
         for kind in ("weight", "bias"):
             source = getattr(self.qkv, kind)
             if rows and source is not None:
-                parts = dict(zip("qkv", source.split(self.widths), strict=True))
+                q, _, v = source.split(self.widths)
+                parts = {"q": q, "v": -self.sign * v}  # the values' sign turns with the formula's, so that alpha reads the same
                 getattr(self.qv_neg, kind).copy_(COPY_SCALE * torch.cat([parts[row] for row in rows]))
 
     def _project_negative(self, x: Tensor, kv: Tensor | None, q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -127,10 +127,12 @@ class PerformerAttention(FeatureAttention):
         self.register_buffer("directions", basis.transpose(-2, -1).flatten(1, 2) * lengths)  # (heads, feature_dim, head_dim)
 
     def features(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        # The largest exponent is taken off: of each query, and of the keys of each head. Both cancel in the quotient, but for eps.
+        # The largest exponent of each feature moves from the keys to the queries, and then the largest of each query is
+        # taken off, which cancels in the quotient: the sums stay away from zero, and so from eps.
         exponents_q, exponents_k = self._exponents(q), self._exponents(k)
-        phi_q = torch.exp(exponents_q - exponents_q.amax(-1, keepdim=True))
-        return phi_q, torch.exp(exponents_k - exponents_k.amax((-2, -1), keepdim=True))
+        largest = exponents_k.amax(-2, keepdim=True)
+        exponents_q = exponents_q + largest
+        return torch.exp(exponents_q - exponents_q.amax(-1, keepdim=True)), torch.exp(exponents_k - largest)
 
     def _exponents(self, x: Tensor) -> Tensor:
         x = x / math.sqrt(math.sqrt(x.shape[-1]))

@@ -27,11 +27,11 @@ class SoftmaxAttention(QKVAttention):
         inner_ratio: float = 1.0,
     ):
         heads = num_heads * inner_ratio
-        if inner_ratio <= 0 or heads != int(heads):
+        if not 0 < heads < math.inf or heads != int(heads):
             raise ValueError(f"attention option inner_ratio must make a whole number of heads of {num_heads}, got {inner_ratio}")
         inner = dim // num_heads * int(heads)
         value_width = inner * value_ratio
-        if value_ratio <= 0 or value_width % heads:
+        if not 0 < value_width < math.inf or value_width % heads:
             raise ValueError(f"attention option value_ratio must make a whole number of values a head, got {value_ratio}")
         super().__init__(dim, num_heads, layer=layer, qkv_bias=qkv_bias, depthwise=depthwise, widths=(inner, int(value_width)))
         self.num_heads = int(heads)

@@ -24,6 +24,10 @@ def make_parser(verb: str, description: str) -> ArgumentParser:
 
 def parse(parser: ArgumentParser, argv: Sequence[str] | None) -> Namespace:
     """Parsed and instantiated arguments; ValueError in one line, with the nearest name where one is unknown."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    for before, word in zip(["", *words], words, strict=False):
+        if word == "":
+            raise ValueError(f"{before or 'an argument'} is empty: give a value, or leave the option out")
     try:
         return parser.instantiate(parser.parse_args(argv))
     except (ArgumentError, TypeError) as error:
@@ -64,7 +68,12 @@ def run(verb: str, main: Callable[[Sequence[str] | None], None], argv: Sequence[
 
     Set DIT_VCA_TRACEBACK=1 to see where a mistake was found.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+    def terminated(number, frame):
+        print(f"dit-vca {verb}: terminated", file=sys.stderr)
+        sys.exit(128 + number)
+
+    signal.signal(signal.SIGTERM, terminated)
     try:
         main(argv)
         return 0
@@ -78,6 +87,9 @@ def run(verb: str, main: Callable[[Sequence[str] | None], None], argv: Sequence[
         if os.environ.get("DIT_VCA_TRACEBACK"):
             raise
         print(f"dit-vca {verb}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return MISTAKE
+    except MemoryError as error:
+        print(f"dit-vca {verb}: error: not enough memory ({error}): ask for less at a time", file=sys.stderr)
         return MISTAKE
     except (NonFinite, FloatingPointError) as error:
         print(f"dit-vca {verb}: {' '.join(str(error).split())}", file=sys.stderr)

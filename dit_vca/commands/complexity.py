@@ -18,9 +18,11 @@ def build_parser():
     parser.add_argument(
         "--scale", type=bool, default=False, help="instead: operations, activation memory and time of one module against tokens"
     )
-    parser.add_argument("--attention", type=str, default="", help="with --scale: kinds, as softmax,vca; default: all")
-    parser.add_argument("--tokens", type=str, default="256,1024,4096", help="with --scale: numbers of tokens, each a square")
-    parser.add_argument("--rounds", type=int, default=5, help="with --scale: timed rounds, of which the median counts")
+    parser.add_argument("--attention", type=str | None, default=None, help="with --scale: kinds, as softmax,vca; default: all")
+    parser.add_argument("--tokens", type=str | None, default=None, help="with --scale: squares; default: 256,1024,4096")
+    parser.add_argument(
+        "--rounds", type=int | None, default=None, help="with --scale: timed rounds (5), of which the median counts"
+    )
     parser.add_argument("--device", type=str, default="auto", help="with --scale: auto, cpu, cuda, mps")
     return parser
 
@@ -33,13 +35,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     from ..presets import preset
     from ..processes import start_processes
 
+    of_scale = [name for name in ("attention", "tokens", "rounds") if arguments[name] is not None]
+    if of_scale and not arguments.scale:
+        raise ValueError(f"--{of_scale[0]} is of --scale true: give that too, or leave it out")
+    if arguments.scale and arguments.presets:
+        raise ValueError(f"--scale is of single modules and takes no preset, got {arguments.presets[0]}")
     if arguments.scale:
         names = arguments.attention.split(",") if arguments.attention else list(ATTENTION)
-        tokens = _numbers(arguments.tokens)
+        tokens = _numbers(arguments.tokens or "256,1024,4096")
+        rounds = 5 if arguments.rounds is None else arguments.rounds
         check_scale(names, tokens)
-        if arguments.rounds < 1:
-            raise ValueError(f"--rounds must be at least 1, got {arguments.rounds}")
-        found = scale(names, tokens, rounds=arguments.rounds, device=start_processes(arguments.device).device.type)
+        if rounds < 1:
+            raise ValueError(f"--rounds must be at least 1, got {rounds}")
+        found = scale(names, tokens, rounds=rounds, device=start_processes(arguments.device).device.type)
         print(json.dumps(as_json(found), indent=1) if arguments.json else scale_table(found))
         return
     rows = [complexity_of(preset(name), name) for name in arguments.presets] or paper_rows()

@@ -20,7 +20,7 @@ def build_parser():
     parser.add_argument("--weights", type=str, default="ema", help="ema, model, or another average of the run (ema-0.999)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of images, of their noise and of the probes")
     parser.add_argument("--batch", type=int, default=16, help="images computed together")
-    parser.add_argument("--out", type=str, default="likelihood.json", help="the report")
+    parser.add_argument("--out", type=str, default="likelihood.json", help="the report to write; it must not exist")
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda, mps")
     return parser
 
@@ -28,12 +28,11 @@ def build_parser():
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure, write the report, and print its mean."""
     arguments = parse(build_parser(), argv)
-    from ..files import write_text
+    from ..files import check_new, write_text
     from ..likelihood import likelihood
 
     out = Path(arguments.out)
-    if out.is_dir() or not out.parent.is_dir():
-        raise ValueError(f"--out {out} must name a file in a folder that exists")
+    check_new(out)
     report = likelihood(
         arguments.ckpt, num=arguments.num, data=arguments.data, probes=arguments.probes, num_steps=arguments.num_steps,
         weights=arguments.weights, seed=arguments.seed, batch=arguments.batch, device=arguments.device,

@@ -1,5 +1,6 @@
 """dit-vca sample: a run or a weight file -> images.npz, images.json, grid.png."""
 
+from argparse import SUPPRESS
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -39,7 +40,7 @@ def build_parser():
     parser.add_argument("--device", type=str, default="auto", help="auto, cpu, cuda, mps")
     for field in fields(SampleConfig):
         parser.add_argument(
-            f"--{field.name}", type=field.type | None, default=None, help="as in training's --sample; default: the model's own"
+            f"--{field.name}", type=field.type, default=SUPPRESS, help="as in training's --sample; default: the model's own"
         )
     return parser
 
@@ -49,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parse(build_parser(), argv)
     from ..sampling import sample_to_folder
 
-    given = {f.name: getattr(arguments, f.name) for f in fields(SampleConfig) if getattr(arguments, f.name) is not None}
+    given = {f.name: arguments[f.name] for f in fields(SampleConfig) if f.name in arguments}
     folder = sample_to_folder(
         arguments.ckpt, num=arguments.num, labels=arguments.labels, seed=arguments.seed, weights=arguments.weights,
         tile=arguments.tile, batch=arguments.batch, out=arguments.out, vae=arguments.vae, device=arguments.device,

@@ -67,7 +67,7 @@ class ImageArchive:
     def begin(self) -> None:
         """Lay the file out, or keep a partial one of the same identity; call it in one process."""
         marker = self._journal("identity")
-        if self.partial.exists():
+        if self.partial.exists() and self.finished_tiles():
             found = marker.read_text() if marker.is_file() else ""
             if found != self._identity:
                 raise ValueError(

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
-from ..files import fsync_folder, only_process, write_text
+from ..files import fsync_folder, only_process, save_tensors, write_text
 from ..progress import progress
 from ..vae import Codec
 from .images import BadImage, ImageSource
@@ -119,7 +118,7 @@ def _write_shard(partial, number, source, indices, codec, flip, bar) -> None:
         tensors["stored"] = torch.cat(rows)
     if mirrored:
         tensors["stored_flip"] = torch.cat(mirrored)
-    save_file(tensors, partial / name)
+    save_tensors(tensors, partial / name)
     digest = hashlib.sha256((partial / name).read_bytes()).hexdigest()
     record = {"file": name, "count": len(labels), "bytes": (partial / name).stat().st_size, "sha256": digest, "bad": bad}
     write_text(partial / f"{number:05d}.json", json.dumps(record))

@@ -26,14 +26,20 @@ def import_weights(
     check_new(out)
     if out.suffix != ".safetensors":
         raise ValueError(f"the file to write must end in .safetensors, got {out}")
-    found = open_found(ref, weights, time_freqs)
     given = {"objective": objective, "num_heads": num_heads, "vae": vae, "time_freqs": time_freqs}
-    if found.config is not None:
-        config = agreeing(found, given)
-    else:
-        config = config_of(found, objective=objective, num_heads=num_heads, vae=vae)
-    objective_of(config)  # refuses a combination that a checkpoint's arguments may hold
-    check_tensors(found, config)
+    try:
+        found = open_found(ref, weights, time_freqs)
+        if found.config is not None:
+            config = agreeing(found, given)
+        else:
+            config = config_of(found, objective=objective, num_heads=num_heads, vae=vae)
+        objective_of(config)  # refuses a combination that a checkpoint's arguments may hold
+        check_tensors(found, config)
+    except (KeyError, TypeError, AttributeError, IndexError, ZeroDivisionError, RuntimeError) as error:
+        kind = type(error).__name__
+        raise ValueError(
+            f"{ref} is damaged, or of a form that is not read ({kind}: {error}); docs/weights.md has the forms"
+        ) from error
     source, license = source or found.source, license or found.license
     with whole(out) as temporary:
         write_weights(temporary, found.tensors, config, step=found.step, kind=found.kind, source=source, license=license)

@@ -54,9 +54,10 @@ def _objective(found: Found, given: str | None) -> str:
 
 def _heads(found: Found, given: int | None, dim: int) -> int:
     """Heads as the file says, as asked for, or as DiT's table has them for this width: shapes do not tell."""
-    if given and found.num_heads and given != found.num_heads:
+    if given is not None and found.num_heads is not None and given != found.num_heads:
         raise ValueError(f"{found.place} says of itself that it has {found.num_heads} heads, --num_heads says {given}")
-    heads = found.num_heads or given or {size["dim"]: size["num_heads"] for size in SIZES.values()}.get(dim)
+    given = given if found.num_heads is None else found.num_heads
+    heads = given if given is not None else {size["dim"]: size["num_heads"] for size in SIZES.values()}.get(dim)
     if heads is None:
         raise ValueError(
             f"{found.place} has width {dim}, whose number of heads cannot be read from the tensors: give --num_heads"
@@ -131,6 +132,7 @@ def check_tensors(found: Found, config: Config) -> None:
     problems = [f"{len(names)} {what} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
                 for what, names in (("missing", missing), ("not known", unknown)) if names]  # fmt: skip
     problems += [f"{n} is {tuple(found.tensors[n].shape)}, expected {tuple(expected[n].shape)}" for n in shapes[:2]]
+    problems += [f"{n} is not finite" for n in expected if n in found.tensors and not bool(found.tensors[n].isfinite().all())][:2]
     if problems:
         raise ValueError(f"{found.place} does not hold the tensors of a DiT: {'; '.join(problems)}")
 

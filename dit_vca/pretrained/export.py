@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ..attention import resolve_options
 from ..backbones.layers import NORM_EPS, sincos_position_embedding
 from ..config import Config, to_dict
-from ..files import check_new, whole
+from ..files import check_new, save_tensors, whole
 from ..runs import Weights, build_network, open_model
 from .configure import in_words
 from .diffusers import to_diffusers
@@ -48,7 +47,7 @@ def export_weights(
         if mismatch:
             said.append(_time_line(output_differences(network, _with_time_freqs(network, found.config, to), found.config)))
         with whole(out) as temporary:
-            save_file(found.tensors, temporary, metadata={EXPORT_KEY: json.dumps(_export_record(found, out=to))})
+            save_tensors(found.tensors, temporary, {EXPORT_KEY: json.dumps(_export_record(found, out=to))})
     else:
         theirs, drift = _diffusers_model(found)
         measured = output_differences(network, lambda x, t, y: theirs(x, timestep=t, class_labels=y).sample, found.config)

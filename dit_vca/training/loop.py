@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ..attention import QKVAttention
-from ..config import Config, TrainConfig
+from ..config import Config, TrainConfig, differences
 from ..data.latents import LatentShards, PositionOrder, flips
 from ..errors import Interrupted, NonFinite
 from ..files import available_cores, write_text
@@ -244,7 +244,7 @@ class Monitor:
         raise NonFinite(
             f"loss or gradient is not finite at step {bad_step} ({terms} in this process), positions {first} to "
             f"{first + self.plan.batch_size - 1}; no weight was changed since. Try a lower train.lr, train.clip_grad, or "
-            "mixed_precision no; the last checkpoint is good"
+            "mixed_precision no; a checkpoint before it is good"
         )
 
     def step(self, done: int, lr: float) -> None:
@@ -383,6 +383,9 @@ def _load_initial(network: torch.nn.Module, config: Config) -> str:
     elif table in tensors and table not in own:
         del tensors[table]
         said += "; its label table is dropped, this model has no classes"
+    if changed := differences(weights.config.objective, config.objective):
+        shown = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+        said += f"; it was trained for another objective ({shown})"
     theirs, ours = weights.config.model.attention.name, config.model.attention.name
     converted = theirs == "softmax" and ours != "softmax"
     if converted:
@@ -403,7 +406,7 @@ def _load_initial(network: torch.nn.Module, config: Config) -> str:
 
 
 def _check_initial(weights: Weights, config: Config) -> None:
-    """ValueError for a weight file whose patches or time embedding are other functions than this model's."""
+    """ValueError for a weight file of another function than this model's that its tensors would not tell apart."""
     theirs, ours = weights.config.model, config.model
     if theirs.patch_size != ours.patch_size:
         raise ValueError(
@@ -415,6 +418,17 @@ def _check_initial(weights: Weights, config: Config) -> None:
         raise ValueError(
             f"train.init_from {weights.path} was trained with other frequencies of the time embedding: set model.time_freqs "
             f"{theirs.time_freqs}"
+        )
+    for name in ("dim", "depth", "num_heads", "mlp_ratio", "learn_sigma", "in_channels"):
+        if getattr(theirs, name) != getattr(ours, name):
+            raise ValueError(
+                f"train.init_from {weights.path} does not fit this model: model.{name} is {getattr(theirs, name)} there and "
+                f"{getattr(ours, name)} here"
+            )
+    if theirs.attention.name not in ("softmax", ours.attention.name):
+        raise ValueError(
+            f"train.init_from {weights.path} does not fit this model: it has {theirs.attention.name} attention, this model "
+            f"{ours.attention.name}; only a softmax model becomes one of another attention"
         )
 
 

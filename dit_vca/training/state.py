@@ -7,11 +7,11 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..config import Config
-from ..files import fsync_file, fsync_folder, sha256_of_file
+from ..files import fsync_file, fsync_folder, save_tensors, sha256_of_file
 from ..runs import RunFolder, read_weights, write_weights
 
 TEMPORARY_PREFIX = ".writing-"
@@ -51,7 +51,7 @@ def save_checkpoint(
     write_weights(temporary / "model.safetensors", network.state_dict(), config, step=state.step, kind="model", **origin)
     for kind, average in averages.items():
         write_weights(temporary / f"{kind}.safetensors", average.state_dict(), config, step=state.step, kind=kind, **origin)
-    save_file(_optimizer_tensors(network, optimizer), temporary / "optimizer.safetensors")
+    save_tensors(_optimizer_tensors(network, optimizer), temporary / "optimizer.safetensors")
     listed = {path.name: {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)} for path in sorted(temporary.iterdir())}
     (temporary / "state.json").write_text(json.dumps({**asdict(state), "files": listed}, indent=1))
     for path in temporary.iterdir():

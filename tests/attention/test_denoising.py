@@ -97,6 +97,9 @@ def test_rows_of_the_negative_projection_are_queries_then_values():
         attention.start_from_softmax()
     assert torch.equal(attention.qv_neg.weight[:12], 1e-4 * attention.qkv.weight[:12])
     assert torch.equal(attention.qv_neg.weight[12:], 1e-4 * attention.qkv.weight[24:])
+    plus = build("dna", neg_sign=1)
+    plus.start_from_softmax()
+    assert torch.equal(plus.qv_neg.weight[12:], -1e-4 * plus.qkv.weight[24:])
 
 
 @EVERY

@@ -132,6 +132,15 @@ def test_performer_survives_logits_whose_exponentials_do_not_fit():
     assert bool(attention.mix(q, k, v, (3, 5)).isfinite().all())
 
 
+@pytest.mark.parametrize("scale", [1, 5, 20])
+def test_performers_weights_sum_to_one_however_large_the_logits(scale):
+    torch.manual_seed(0)
+    attention = build_attention("performer", 128, 2, layer=0, options={})
+    q, k = (scale * randn(1, 2, 100, 64, seed=s).float() for s in (1, 2))
+    sums = attention.mix(q, k, torch.ones(1, 2, 100, 64), (10, 10))
+    torch.testing.assert_close(sums, torch.ones_like(sums), rtol=0, atol=1e-4)
+
+
 def test_cosformer_weighs_by_the_cosine_of_the_distance_in_row_order():
     attention = random_parameters(build("cosformer"))
 

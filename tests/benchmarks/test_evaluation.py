@@ -5,6 +5,7 @@ import pytest
 from benchmarks.evaluation import main
 
 
+@pytest.mark.slow
 def test_the_record_has_speeds_equal_values_and_peaks(tmp_path, capsys):
     out = tmp_path / "results" / "r.json"
     main(["--images", "12", "--rounds", "2", "--vectors", "100", "--memory", "8", "--threads", "1", "--out", str(out)])

@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from benchmarks.train_step import NETWORKS, main, measure, peak_memory
 
 
@@ -11,6 +13,7 @@ def test_every_network_takes_the_same_step_and_ratios_are_of_medians():
     assert result["ratios"]["softmax / faster peer"] == speed["softmax"] / max(speed["diffusers"], speed["timm"])
 
 
+@pytest.mark.slow
 def test_peak_memory_is_that_of_the_measured_process_not_of_its_parent():
     held = bytearray(3 << 30)  # touched, so that it is resident
     held[:: 1 << 12] = b"x" * (3 << 18)

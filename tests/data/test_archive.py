@@ -75,9 +75,12 @@ def test_a_partial_file_keeps_its_finished_tiles_and_ignores_a_line_cut_short(tm
 
 
 def test_a_partial_file_of_other_settings_is_refused(tmp_path):
-    ImageArchive(tmp_path / "images.npz", num=10, size=4, labels=None, identity="a").begin()
+    first, other = (ImageArchive(tmp_path / "images.npz", num=10, size=4, labels=None, identity=name) for name in "ab")
+    other.begin()
+    first.begin()  # nothing was finished in it: it is laid out anew
+    first.write_tiles({0: made(4)})
     with pytest.raises(ValueError, match="other settings"):
-        ImageArchive(tmp_path / "images.npz", num=10, size=4, labels=None, identity="b").begin()
+        other.begin()
 
 
 @pytest.mark.parametrize(

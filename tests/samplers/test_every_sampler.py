@@ -45,7 +45,7 @@ def test_a_gaussian_comes_out_of_every_form_of_diffusion_and_last_step(sampler, 
     for diffusion, last_step in itertools.product(DIFFUSIONS, LAST_STEPS):
         steep = diffusion == "SBDM" and path != "vp"  # 1 / (1 - t) at the noise: it takes many steps
         norm = 0.3 if steep else 0.05 if diffusion == "constant" else 1.0
-        num_steps = 400 if steep else NUM_STEPS
+        num_steps = 250 if steep else NUM_STEPS
         check_gaussian(sampler, path, target, num_steps, diffusion=diffusion, last_step=last_step, diffusion_norm=norm)
 
 

@@ -55,5 +55,5 @@ def test_the_estimate_is_right_on_average_over_probes():
 def test_probes_are_signs_and_a_chain_has_no_likelihood():
     assert set(random_signs(torch.zeros(100)).tolist()) == {-1.0, 1.0}
     path = DiscreteVP()
-    with pytest.raises(ValueError, match="has no ODE"):
+    with pytest.raises(ValueError, match="has no dx/dt"):
         log_likelihood(ExactDenoiser(path, "eps"), X_0, path.schedule(3))

@@ -151,7 +151,7 @@ def test_dopri5_that_cannot_go_on_says_so():
             torch.randn(x.shape, dtype=x.dtype, generator=torch.Generator().manual_seed(len(calls))), "v", x, PATH.coefficients(t)
         )
 
-    with pytest.raises(RuntimeError, match=f"in {MAX_STEPS} steps: raise rtol"):
+    with pytest.raises(FloatingPointError, match=f"in {MAX_STEPS} steps: raise rtol"):
         dopri5(noise, torch.ones(1, 1, 2, 2), PATH.schedule(1), rtol=1e-9, atol=1e-9)
 
 
@@ -164,3 +164,15 @@ def test_a_tolerance_of_dopri5_must_be_positive(options):
 def test_vp_stops_before_its_singular_end():
     schedule = VP().schedule(4, stop=1e-3)
     assert schedule.t.tolist() == pytest.approx([1.0, 0.75025, 0.5005, 0.25075, 0.001])
+
+
+def test_dopri5_tells_a_velocity_that_is_not_finite_at_once():
+    calls = []
+
+    def broken(x, t):
+        calls.append(0)
+        return Prediction(x * float("nan"), "v", x, PATH.coefficients(t))
+
+    with pytest.raises(FloatingPointError, match="NaN or infinite"):
+        dopri5(broken, torch.ones(1, 1, 2, 2), PATH.schedule(1))
+    assert len(calls) <= 8
