@@ -47,7 +47,7 @@ class Model:
             config = with_settings(self.config.sample, settings)
         except TypeError as error:
             raise ValueError(f"unknown sampling setting ({error}); there is {', '.join(vars(self.config.sample))}") from None
-        check_sampling(config, self.objective, self.config.model.num_classes)
+        check_sampling(config, self.objective, self.config.model)
         names = self.class_names
         y = torch.tensor([label_number(label, names) if names else 0 for label in labels])
         return torch.cat(list(generate(self.network, self.objective, self.codec, config, labels=y, seed=seed, tile=tile)))

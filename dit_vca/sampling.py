@@ -23,7 +23,7 @@ from samplers.guidance import check_interval
 from samplers.noise import ImageNoise, keyed_generator
 from samplers.sde import DIFFUSIONS, LAST_STEPS
 
-from .config import LatentConfig, SampleConfig, differences, to_dict
+from .config import LatentConfig, ModelConfig, SampleConfig, differences, to_dict
 from .data.archive import ImageArchive, sidecar
 from .files import sha256_of_file, write_text
 from .interpolants import DiscreteVP, check_positive
@@ -52,7 +52,7 @@ def with_settings(config: SampleConfig, settings: dict[str, Any]) -> SampleConfi
     return replace(config, **(own | settings))
 
 
-def check_sampling(config: SampleConfig, objective: Objective, num_classes: int, *, has_guide: bool = False) -> None:
+def check_sampling(config: SampleConfig, objective: Objective, model: ModelConfig, *, has_guide: bool = False) -> None:
     """ValueError if these settings cannot be used with this model; `has_guide` with a worse model to guide it."""
     if config.sampler not in SAMPLERS:
         raise ValueError(f"sampler must be one of {', '.join(SAMPLERS)}, got {config.sampler!r}")
@@ -62,9 +62,12 @@ def check_sampling(config: SampleConfig, objective: Objective, num_classes: int,
         )
     if has_guide and config.guidance == 1:
         raise ValueError("guidance 1 is the model alone, which a guide does not change: give another --guidance with --guide")
-    if config.guidance_channels is not None and config.guidance_channels < 1:
-        raise ValueError(f"guidance_channels must be at least 1, or null for all, got {config.guidance_channels}")
-    if config.guidance != 1 and not num_classes and not has_guide:
+    if config.guidance_channels is not None and not 1 <= config.guidance_channels <= model.in_channels:
+        raise ValueError(
+            f"guidance_channels must be from 1 to {model.in_channels}, the channels of the model, or null for all; got "
+            f"{config.guidance_channels}"
+        )
+    if config.guidance != 1 and not model.num_classes and not has_guide:
         raise ValueError(
             f"guidance {config.guidance} needs a conditional model; this one was trained without classes: use --guidance 1"
         )
@@ -225,7 +228,7 @@ def sample_to_folder(
     if guide is not None:  # what the model has of guidance by its null class does not apply
         own = {"guidance_channels": None, "guidance_rescale": 0.0}
         config = replace(config, **{name: value for name, value in own.items() if name not in (settings or {})})
-    check_sampling(config, objective, found.config.model.num_classes, has_guide=guide is not None)
+    check_sampling(config, objective, found.config.model, has_guide=guide is not None)
     class_names = found.config.data.class_names
     y = labels_from(labels, num, class_names, seed)
     latent = found.config.data.latent

@@ -109,7 +109,7 @@ def _check(ckpt, combinations: Sequence[dict[str, Any]]) -> dict[str, Path]:
         _, objective, found = open_model(ckpt, kind)
         files[kind] = found.path
     for settings in combinations:
-        check_sampling(with_settings(found.config.sample, _of_sampler(settings)), objective, found.config.model.num_classes)
+        check_sampling(with_settings(found.config.sample, _of_sampler(settings)), objective, found.config.model)
     return files
 
 

@@ -3,7 +3,6 @@ import math
 
 import pytest
 import torch
-from made import dit_vca
 
 from dit_vca.attention import ATTENTION, build_attention
 from dit_vca.commands.complexity import main
@@ -127,17 +126,6 @@ def test_the_scale_table_has_a_row_for_each_kind_and_size_and_counts_what_is_kep
     assert cog.activation_bytes - softmax.activation_bytes > 2 * maps  # cog keeps its maps, the fused kernel does not
     text = scale_table(found)
     assert text.count("| cog |") == 2 and "cog: " in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(["demo-nonsense"], "unknown preset 'demo-nonsense'"), (["--scale", "true", "--tokens", "100,250"], "must be squares"),
-     (["--scale", "true", "--tokens", "many"], "--tokens must be a list"), (["--scale", "true", "--attention", "sofmax"], "unknown attention 'sofmax'"),
-     (["--scale", "true", "--rounds", "0"], "--rounds must be at least 1")],
-)  # fmt: skip
-def test_mistakes_are_told_in_one_line(tmp_path, arguments, words):
-    done = dit_vca("complexity", *arguments, cwd=tmp_path)
-    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
 def test_parameters_and_the_input_are_no_activations():

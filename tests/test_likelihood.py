@@ -37,14 +37,3 @@ def test_a_chain_has_no_likelihood(tmp_path, shards):
     run = train(tiny_config(shards, ddpm=True, steps=0), tmp_path / "run")
     with pytest.raises(ValueError, match="path ddpm is defined at discrete times"):
         likelihood(run.path)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [(["--num", "100"], "num must be at most 40"), (["--probes", "0"], "probes must be at least 1"),
-     (["--out", "no/folder.json"], "no is not a folder"), (["--data", "absent"], "absent")],
-)  # fmt: skip
-def test_mistakes_are_told_in_one_line(tmp_path, run, options, words):
-    done = dit_vca("likelihood", "--ckpt", run, *options, cwd=tmp_path)
-    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1, done.stderr
-    assert not list(tmp_path.iterdir())

@@ -356,7 +356,7 @@ def test_another_sampler_leaves_the_options_of_the_former_one_behind(tmp_path, s
     assert done.returncode == 0, done.stderr
     record = json.loads((tmp_path / "b" / "images.json").read_text())["made_from"]["sample"]
     assert record["guidance_channels"] is None and (tmp_path / "b" / "images.npz").read_bytes() == plain
-    with pytest.raises(ValueError, match="guidance_channels must be at least 1"):
+    with pytest.raises(ValueError, match="guidance_channels must be from 1 to 3"):
         sampled(run, tmp_path / "c", settings={"guidance_channels": 0})
 
 

@@ -102,7 +102,7 @@ def check_config(config: Config, num_processes: int, *, begins: bool) -> None:
     `begins` is false for a run that is resumed, which ignores train.init_from: that file may be gone by then.
     """
     BatchPlan.of(config.train, num_processes)
-    check_sampling(config.sample, objective_of(config), config.model.num_classes)
+    check_sampling(config.sample, objective_of(config), config.model)
     if begins and config.train.init_from:
         _load_initial(build_network(config), config)
 

@@ -39,7 +39,10 @@ def test_a_gaussian_comes_out_with_its_mean_and_variance(sampler, path, target):
     check_gaussian(sampler, path, target)
 
 
-@pytest.mark.parametrize(("path", "target"), CONTINUOUS)
+QUICK = [case if case[1] == "v" else pytest.param(*case, marks=pytest.mark.slow) for case in CONTINUOUS]
+
+
+@pytest.mark.parametrize(("path", "target"), QUICK)
 @pytest.mark.parametrize("sampler", SDE)
 def test_a_gaussian_comes_out_of_every_form_of_diffusion_and_last_step(sampler, path, target):
     for diffusion, last_step in itertools.product(DIFFUSIONS, LAST_STEPS):
