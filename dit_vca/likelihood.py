@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from samplers.likelihood import log_likelihood
-from samplers.noise import normal, uniform
+from samplers.noise import keyed_generator, normal
 
 from .data.latents import LatentShards, PositionOrder
 from .data.prepare import draw_latents, shards_of
@@ -18,6 +19,7 @@ from .interpolants import DiscreteVP
 from .processes import start_processes
 from .progress import progress
 from .runs import open_model
+from .vae import PIXELS
 
 PIXEL = 2 / 255  # the width of a pixel's bin where pixels are from -1 to 1
 
@@ -66,7 +68,7 @@ def likelihood(
             bar.update(len(chosen))
     latent = shards.manifest.latent
     dims = latent.channels * latent.size**2
-    pixels = latent.vae == "none"
+    pixels = latent.vae == PIXELS
     bits = -torch.cat(nats) / (dims * math.log(2)) - (math.log2(PIXEL) if pixels else 0.0)
     if not bool(bits.isfinite().all()):
         raise FloatingPointError(f"{found.path} gives likelihoods that are NaN or infinite: the model diverged")
@@ -93,8 +95,7 @@ class _Probes:
 def _draw(shards: LatentShards, indices: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
     """Latents and labels; pixels are moved to a place within their bins."""
     x_0, y = draw_latents(shards, indices, seed)
-    if shards.manifest.latent.vae == "none":
-        size = x_0[0].numel()
-        places = torch.stack([uniform(seed, "dequantization", range(int(i) * size, (int(i) + 1) * size)) for i in indices])
-        x_0 = x_0 + PIXEL * (places.view_as(x_0) - 0.5).float()
+    if shards.manifest.latent.vae == PIXELS:
+        places = np.stack([keyed_generator(seed, "dequantization", int(i)).random(x_0.shape[1:]) for i in indices])
+        x_0 = x_0 + PIXEL * (torch.from_numpy(places) - 0.5).float()
     return x_0, y

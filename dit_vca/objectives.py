@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from samplers.posterior import Posterior, interpolated_log_variance, posterior
-from samplers.types import Coefficients, Prediction, Schedule, expand, half_diffusion
+from samplers.types import Coefficients, Prediction, Schedule, columns, expand, half_diffusion
 
 from .interpolants import PATHS, VP, ContinuousPath, DiscreteVP, Interpolant
 
@@ -171,8 +171,8 @@ class Objective:
         log_variance_hat = interpolated_log_variance((raw_variance + 1) / 2, log_variance, _columns(q.beta.log(), x_t))
         kl = _normal_kl(mean, log_variance, mean_hat, log_variance_hat)
         nll = -_discretized_log_likelihood(x_0, mean_hat, log_variance_hat / 2)
-        first = (self.path.model_time(t) == 0).to(x_t.device, non_blocking=True).view(-1, *(1 for _ in range(x_t.ndim - 1)))
-        return _mean_per_sample(torch.where(first, nll, kl)) / math.log(2)
+        first = (self.path.model_time(t) == 0).to(x_t.device, non_blocking=True)
+        return _mean_per_sample(torch.where(columns(first, x_t), nll, kl)) / math.log(2)
 
 
 def build_objective(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .types import Coefficients, Denoiser, Prediction
+from .types import Coefficients, Denoiser, Prediction, columns
 
 
 def guided(
@@ -92,7 +92,7 @@ def scale_at(t: Tensor, scale: float, interval: tuple[float, float], like: Tenso
     if bool(inside.all()):
         return scale
     rows = torch.where(inside, scale, 1.0).to(like.device, like.dtype)  # an adaptive solver has a time for each row
-    return rows.view(-1, *(1 for _ in range(like.ndim - 1)))
+    return columns(rows, like)
 
 
 def _deviation(x: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .types import Denoiser, Schedule, call, require_velocity, state_dtype
+from .types import Denoiser, Schedule, call, columns, require_velocity, state_dtype
 
 
 def euler(denoise: Denoiser, x_T: Tensor, schedule: Schedule) -> Tensor:
@@ -128,7 +128,7 @@ def _slope(denoise: Denoiser, x: Tensor, t: Tensor) -> Tensor:
 
 
 def _columns(per_image: Tensor, like: Tensor) -> Tensor:
-    return per_image.to(like.device, like.dtype).view(-1, *(1 for _ in range(like.ndim - 1)))
+    return columns(per_image.to(like.device, like.dtype), like)
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -67,8 +67,12 @@ def expand(coefficient: Tensor, like: Tensor) -> Tensor:
     """A (B,) or 0-dimensional coefficient, moved to the device of `like` and shaped to broadcast over (B, ...)."""
     if coefficient.ndim == 0:
         return coefficient.to(like.device, state_dtype(like))
-    moved = coefficient.to(like.device, state_dtype(like), non_blocking=True)
-    return moved.view(-1, *(1 for _ in range(like.ndim - 1)))
+    return columns(coefficient.to(like.device, state_dtype(like), non_blocking=True), like)
+
+
+def columns(per_row: Tensor, like: Tensor) -> Tensor:
+    """(B,) -> (B, 1, ...), a view that broadcasts over `like` (B, ...)."""
+    return per_row.view(-1, *(1 for _ in range(like.ndim - 1)))
 
 
 def state_dtype(like: Tensor) -> torch.dtype:

@@ -18,6 +18,7 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY
 
 from ..files import sha256_of_file
+from .protocols import INCEPTION, LITE0
 
 LITE0_HASH = "57934424"  # the SHA-256 of the weight file in its wheel begins so
 
@@ -32,7 +33,7 @@ class Lite0(FeatureExtractorBase):
     SIZE = 128
     outputs = {"features": 1280}  # noqa: RUF012  by name, in the order of forward's
 
-    def __init__(self, name: str = "fd-lite0", features_list: tuple[str, ...] = ("1280",), **_):
+    def __init__(self, name: str = LITE0, features_list: tuple[str, ...] = ("1280",), **_):
         super().__init__(name, list(features_list))
         self.network = timm.create_model("tf_efficientnet_lite0", pretrained=False).eval().requires_grad_(False)
         self.network.load_state_dict(_lite0_weights(self.network))
@@ -73,7 +74,7 @@ class InceptionCompat(FeatureExtractorInceptionV3):
 
     def __init__(self, weights: Path):
         with _safe_torch_load():
-            super().__init__("inception-v3-compat", ["2048", "logits_unbiased"], feature_extractor_weights_path=str(weights))
+            super().__init__(INCEPTION, ["2048", "logits_unbiased"], feature_extractor_weights_path=str(weights))
         self._spatial = None
         self.Mixed_6d.branch1x1.register_forward_hook(self._keep_spatial)
 
@@ -158,8 +159,8 @@ class Clip(_VisionTransformer):
 
 def register() -> None:
     """Make fd-lite0 known to torch-fidelity, so that its other metrics can be computed on these features."""
-    if "fd-lite0" not in FEATURE_EXTRACTORS_REGISTRY:
-        register_feature_extractor("fd-lite0", Lite0)
+    if LITE0 not in FEATURE_EXTRACTORS_REGISTRY:
+        register_feature_extractor(LITE0, Lite0)
 
 
 register()
